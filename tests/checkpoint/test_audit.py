@@ -121,6 +121,17 @@ def test_nothing_is_added_to_a_log_that_was_changed(base: Path) -> None:
     assert (base / LOG).read_bytes() == edited
 
 
+def test_a_log_that_was_removed_is_missed(base: Path) -> None:
+    (base / LOG).unlink()
+    with pytest.raises(CheckpointError, match=r"audit\.jsonl is not there, though .*audit\.head is.*nothing is added"):
+        record(base, Act.LOAD, "step4")
+    with pytest.raises(CheckpointError, match="the log was removed; nothing is loaded from here"):
+        check_load(base, base / "step4")
+    begin_log(base)
+    assert not (base / LOG).exists()
+    assert "the log was removed" in _run(audit_cli.app, "verify", str(base), status=1)
+
+
 def test_an_older_checkpoint_that_was_put_back_is_refused(base: Path) -> None:
     old = shutil.copytree(base / "step4", base.parent / "old")
     save_tensors(base, "step4", {"w": torch.ones(3)}, 1)

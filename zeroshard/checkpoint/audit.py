@@ -89,8 +89,8 @@ class Log:
 
 
 def has_log(base: Path) -> bool:
-    """Whether the actions in a directory are logged."""
-    return os.path.lexists(base / LOG)
+    """Whether the actions in a directory are logged; also where the log was removed and its head was left."""
+    return os.path.lexists(base / LOG) or os.path.lexists(base / HEAD)
 
 
 def begin_log(base: Path) -> None:
@@ -116,6 +116,8 @@ def record(base: Path, act: Act, tag: str, digest: str | None = None) -> None:
         return
     where = base / LOG
     try:
+        if not os.path.lexists(where):
+            raise CheckpointError(f"{_removed(base)}; nothing is added to it")
         with _locked(where) as descriptor:
             found = read_log(base)
             if found.problem is not None:
@@ -145,6 +147,8 @@ def read_log(base: Path) -> Log:
     try:
         lines = where.read_bytes().split(b"\n")
     except OSError as error:
+        if not os.path.lexists(where) and os.path.lexists(base / HEAD):
+            return Log((), _removed(base))
         raise CheckpointError(f"{where} can't be read: {error.strerror}") from error
     entries: list[Entry] = []
     lines.pop()  # after the last newline: nothing, or a part of a line
@@ -182,6 +186,10 @@ def check_load(base: Path, folder: Path) -> None:
 def digest_of(folder: Path) -> str:
     """SHA-256 of a checkpoint's table, which has the checksums of all other files. Raises OSError."""
     return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+
+
+def _removed(base: Path) -> str:
+    return f"{base / LOG} is not there, though {base / HEAD} is: the log was removed"
 
 
 @contextmanager
