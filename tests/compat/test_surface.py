@@ -99,7 +99,7 @@ PLACEHOLDERS = {
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "no counterpart",
     "deepspeed.monitor.tensorboard.TensorBoardMonitor": "MonitorMaster",
     "deepspeed.checkpoint.DeepSpeedCheckpoint": "load at any number of ranks",
-    "deepspeed.runtime.zero.MiCS_Init": "no counterpart",
+    "deepspeed.runtime.zero.MiCS_Init": "Init builds models for mics_shard_size",
     "deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles": "the plan gathers",
     "deepspeed.runtime.zero.partition_parameters.zero3_linear_wrap": "the plan gathers",
 }

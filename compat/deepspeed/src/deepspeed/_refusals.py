@@ -22,6 +22,7 @@ _REPLACED = {
     "deepspeed.checkpoint": "checkpoints load at any number of ranks; for DeepSpeed's: zeroshard checkpoint import",
     "deepspeed.runtime.swap_tensor": "optimizer state on disk is moved by the plan; see docs/offload.md",
     "deepspeed.runtime.torch_autocast": "torch.autocast in the forward works as it is",
+    "deepspeed.runtime.zero.MiCS_Init": "deepspeed.zero.Init builds models for mics_shard_size too",
     "deepspeed.runtime.zero.linear": "linear layers stay torch's own",
     "deepspeed.runtime.zero.offload_states": "engine.offload_states and reload_states are there",
     "deepspeed.runtime.zero.parameter_offload": "the plan gathers parameters; see docs/engine.md",
