@@ -26,6 +26,7 @@ from tests.support.quantized import (
     Int8Linear,
     Linear4bit,
     QuantizedStack,
+    RepackedLinear,
     quantized_task,
 )
 from tests.support.training import adamw, build
@@ -127,6 +128,28 @@ def _trains(rank: int, world: int, kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantized_model_trains_as_in_one_process(kind: Kind) -> None:
     run_ranks(2, _trains, kind)
+
+
+def _evaluated(rank: int, world: int) -> None:
+    for stage in (0, 2, 3):
+        ends: list[Values] = []
+        for evaluates in (False, True):
+            model = build(quantized_task(RepackedLinear))
+            model, optimizer = zeroshard.shard(model, adamw(model), plan=stage)
+            for step in range(STEPS):
+                if evaluates:
+                    model.eval()
+                    with torch.no_grad():
+                        quantized_task(RepackedLinear).loss(model, Batch(step, 0, rank))
+                    model.train()
+                _step(model, optimizer, rank, step)
+            ends.append(_whole(model))
+            zeroshard.close(model)
+        assert _same(*ends), stage
+
+
+def test_an_evaluation_between_steps_packs_no_codes_anew() -> None:
+    run_ranks(2, _evaluated)
 
 
 def _keeps_bits(rank: int, world: int) -> None:

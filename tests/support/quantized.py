@@ -164,6 +164,9 @@ class Params4bit(nn.Parameter):
         return made
 
 
+Params4bit.__module__ = "bitsandbytes.nn.modules"
+
+
 class Linear4bit(nn.Module):
     """A linear layer of such codes."""
 
@@ -175,6 +178,19 @@ class Linear4bit(nn.Module):
         state, raw = self.weight.quant_state, self.weight.data.flatten()
         codes = torch.stack((raw >> 4, raw & 15), dim=1).view(-1, state.block).float() - 7
         return functional.linear(x, (codes * state.absmax[:, None] / 7).view(state.shape).to(x.dtype))
+
+
+class RepackedLinear(Linear4bit):
+    """The same on a processor for whose kernel it packs its codes anew, in the first forward outside of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.support_avx512bf16_for_cpu = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.support_avx512bf16_for_cpu and not self.training:
+            self.weight.data = self.weight.data.flip(0).view(2, -1)
+        return super().forward(x)
 
 
 class HQQLinear(nn.Module):

@@ -37,6 +37,7 @@ from zeroshard.plan.placement import Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.sharding.deferred.init import fill_in_place, is_deferred, materialize
 from zeroshard.sharding.dtensors import holder_of
+from zeroshard.sharding.int4_layers import keep_int4_codes
 from zeroshard.sharding.int8_layers import read_int8_codes
 from zeroshard.sharding.resting import unguarded
 from zeroshard.sharding.unowned import whole_shape
@@ -82,6 +83,7 @@ def build_handle(
     try:
         unpack(model, device)
         read_int8_codes(model, device)
+        keep_int4_codes(model)
         return _build(model, plan, device, sync_parameters, streams, peer_memory, tiers, place, tied)
     except BaseException:
         repack(model)
