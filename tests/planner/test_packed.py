@@ -108,6 +108,7 @@ def test_the_command_plans_a_base_in_4_bits(tmp_path: Path, capsys: pytest.Captu
     ("adapter", "expected"),
     [
         ({**LORA, "target_modules": ["nothing"]}, "nothing"),
+        ({**LORA, "target_modules": "(("}, "unterminated"),
         ({"r": 4}, "peft_type"),
         ({**LORA, "peft_type": "OTHER"}, "OTHER"),
     ],

@@ -15,7 +15,7 @@ than is planned). bitsandbytes itself is not needed; peft is, for its own module
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -168,11 +168,8 @@ def read_adapter(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def adapt(model: nn.Module, adapter: Mapping[str, Any], errors: Sequence[type[Exception]]) -> nn.Module:
+def adapt(model: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
     """The model with an adapter, which alone is trained.
-
-    Args:
-        errors: what peft may raise for a config that does not fit the model.
 
     Raises:
         PlanError: peft is not installed, or refuses.
@@ -184,5 +181,5 @@ def adapt(model: nn.Module, adapter: Mapping[str, Any], errors: Sequence[type[Ex
     try:
         config = peft.PeftConfig.from_peft_type(**{**adapter, "inference_mode": False})
         return peft.get_peft_model(model, config)
-    except tuple(errors) as error:
+    except Exception as error:  # peft raises anything for a config that does not fit the model
         raise PlanError(f"--adapter: peft refuses it for this model: {type(error).__name__}: {error}") from error

@@ -268,7 +268,7 @@ def with_adapter(source: ModelSource, path: Path) -> ModelSource:
         model = source.build()
         if four_bits is not None:
             pack(model, four_bits)
-        return adapt(model, adapter, BUILD_ERRORS)
+        return adapt(model, adapter)
 
     def batch(module: nn.Module, samples: int, length: int) -> Batch:
         return source.batch(cast("Any", module).get_base_model(), samples, length)
