@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.test_initialize import CONFIG, loss_of, start, train
-from zeroshard.errors import ConfigError, UsageError
+from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.launch.cli import app
 from zeroshard.observe.metrics.files import RankSamples, Sample, claim, write_samples
 from zeroshard.observe.record import StepRecord
@@ -159,6 +159,17 @@ def test_a_line_that_begins_with_values_that_no_run_writes_is_named(tmp_path: Pa
 def test_steps_that_took_no_time_are_no_times() -> None:
     none = replace(STEP, seconds={}, whole=0.0)
     assert not [line for line in explain(steady(3, s1=none, s2=none, s3=none)) if "%" in line]
+
+
+def test_a_log_that_another_engine_writes_to_is_told(tmp_path: Path) -> None:
+    config = {**CONFIG, "run_log": {"path": str(tmp_path / "run.jsonl")}}
+    first, _ = start(config)
+    with pytest.warns(ZeroShardWarning, match=r"run_log\.path: .*another engine writes to it, too"):
+        second, _ = start(config)
+    first.destroy()
+    second.destroy()
+    third, _ = start(config)  # no warning, which would be an error here
+    third.destroy()
 
 
 def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ each step.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
 import os
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ from typing import Any
 
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.observing import Disk, StepFacts
-from zeroshard.errors import ConfigError, UsageError
+from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.observe.listeners import Silent
 from zeroshard.observe.memory import by_kind
 from zeroshard.observe.record import StepRecord
@@ -57,6 +59,21 @@ class RunLog(Silent):
             self._before = b"\n" if self._is_torn() else b""
         except OSError as error:
             raise ConfigError(f"run_log.path: {path} can't be written: {error.strerror}") from error
+        self._claim()
+
+    def _claim(self) -> None:
+        """Say so where another engine, of this process or another one, writes to the same file."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = "another engine writes to it, too, and `zeroshard explain` can't tell their steps apart"
+            warnings.warn(
+                f"run_log.path: {self._path}: {what}; give each engine a path of its own",
+                ZeroShardWarning,
+                stacklevel=2,
+            )
+        except OSError:  # a file system without locks
+            return
 
     def _is_torn(self) -> bool:
         """Whether the last line that an earlier process has written has no end."""
