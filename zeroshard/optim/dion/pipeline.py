@@ -19,7 +19,8 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.comm.collectives import Collectives, Pending
+from zeroshard.comm.collectives import Collectives
+from zeroshard.optim.beside import BesideCompute, Sent
 from zeroshard.plan.factors import FACTORS, IN_FLIGHT, Factors, buffer_nbytes, factor_parts, part_nbytes
 
 Place = tuple[int, int, int]
@@ -69,15 +70,13 @@ class _Part:
         places: the matrices.
         sums: the whole buffers of right, left and next right factors, one after the other in one allocation.
         factors: the buffers of each matrix.
-        pending: the sum that was issued last and not waited for.
-        arrived: on a device, the point in the pipeline's stream at which it has arrived.
+        sent: the sum that was issued last and not waited for.
     """
 
     places: list[Place]
     sums: tuple[torch.Tensor, ...] = ()
     factors: tuple[FactorBuffers, ...] = ()
-    pending: Pending | None = None
-    arrived: torch.cuda.Event | None = None
+    sent: Sent | None = None
 
 
 class FactorPipeline:
@@ -93,7 +92,7 @@ class FactorPipeline:
     ) -> None:
         self._sizes, self._work = dict(members), work
         self._peers, self._device = peers, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._beside = BesideCompute(peers, device)
         sizes = [each for _, each in members]
         self._places = [[place for place, _ in members[part.start : part.stop]] for part in factor_parts(sizes)]
         self.buffer_nbytes = buffer_nbytes(sizes)
@@ -159,25 +158,11 @@ class FactorPipeline:
         )
 
     def _send(self, part: _Part, total: torch.Tensor) -> None:
-        if not total.numel():
-            return
-        if self._stream is None:
-            part.pending = self._peers.all_reduce(total, FACTORS)
-            return
-        # Read after write: compute has written what is summed, in a buffer of this object.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            part.pending = self._peers.all_reduce(total, FACTORS)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        part.arrived = arrived
+        if total.numel():
+            part.sent = self._beside.send(lambda: self._peers.all_reduce(total, FACTORS))
 
     def _arrive(self, part: _Part) -> None:
         """Make what was sent last of a part usable."""
-        if part.pending is None:
-            return
-        if part.arrived is not None:
-            # Read after write: compute reads what the pipeline's stream has summed, in a buffer of this object.
-            torch.cuda.current_stream(self._device).wait_event(part.arrived)
-        self._peers.wait(part.pending)
-        part.pending = part.arrived = None
+        if part.sent is not None:
+            self._beside.arrive(part.sent)
+            part.sent = None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.comm.collectives import Collectives, Pending
+from zeroshard.optim.beside import BesideCompute, Sent
 from zeroshard.optim.regions import Region
 from zeroshard.plan.matrices import MATRICES, exchange_parts, part_nbytes
 
@@ -61,8 +62,7 @@ class _Part:
         in_splits, out_splits: elements for and from each rank.
         sent, received: its place in each buffer.
         nbytes: what a rank sends on average.
-        pending: the all-to-all that was issued last and not waited for.
-        arrived: on a device, the point in the exchange's stream at which it has arrived.
+        on_its_way: the all-to-all that was issued last and not waited for.
     """
 
     regions: list[int]
@@ -73,8 +73,7 @@ class _Part:
     sent: slice
     received: slice
     nbytes: int
-    pending: Pending | None = None
-    arrived: torch.cuda.Event | None = None
+    on_its_way: Sent | None = None
 
 
 class MatrixExchange:
@@ -88,7 +87,7 @@ class MatrixExchange:
     def __init__(self, regions: Sequence[tuple[int, Region]], peers: Collectives, device: torch.device) -> None:
         self._regions = dict(regions)
         self._peers, self._device = peers, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._beside = BesideCompute(peers, device)
         self._parts: list[_Part] = []
         self._numel_sent = self._numel_received = 0
         for part in exchange_parts([region.layout for _, region in regions]):
@@ -201,17 +200,7 @@ class MatrixExchange:
     def _send(
         self, part: _Part, out: torch.Tensor, data: torch.Tensor, out_splits: list[int], in_splits: list[int]
     ) -> None:
-        if self._stream is None:
-            part.pending = self._issue(part, out, data, out_splits, in_splits)
-            return
-        # Read after write: compute has written the data. Write after read: compute has read what `out` held. Both
-        # buffers are this object's.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            part.pending = self._issue(part, out, data, out_splits, in_splits)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        part.arrived = arrived
+        part.on_its_way = self._beside.send(lambda: self._issue(part, out, data, out_splits, in_splits))
 
     def _issue(
         self, part: _Part, out: torch.Tensor, data: torch.Tensor, out_splits: list[int], in_splits: list[int]
@@ -228,12 +217,9 @@ class MatrixExchange:
 
     def _arrive(self, part: _Part) -> None:
         """Make what was sent last of a part usable."""
-        assert part.pending is not None
-        if part.arrived is not None:
-            # Read after write: compute reads what the exchange's stream receives, in a buffer of this object.
-            torch.cuda.current_stream(self._device).wait_event(part.arrived)
-        self._peers.wait(part.pending)
-        part.pending = part.arrived = None
+        assert part.on_its_way is not None
+        self._beside.arrive(part.on_its_way)
+        part.on_its_way = None
 
 
 def _placed(per_rank: Sequence[Sequence[tuple[int, int, int, int]]], start: int) -> dict[tuple[int, int], list[_Place]]:
