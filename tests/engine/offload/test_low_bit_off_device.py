@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.support.disk import FailingTransfers, disk_folder, spill_descriptors
 from tests.support.distributed import run_ranks
 from tests.support.measure import held_bytes
 from tests.support.models import Batch, Task
-from tests.support.offload import recipe, train
+from tests.support.offload import assert_a_skip_changes_nothing, recipe, train
 from tests.support.training import Setting, assert_same, build, full_parameters, shard_task
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.step.attached import stepper_of
@@ -27,14 +28,13 @@ from zeroshard.engine.step.host_state_stepper import HostStateStepper
 from zeroshard.errors import PlanError, SpillError
 from zeroshard.nvme.memory import NvmeMemory
 from zeroshard.nvme.places import Spill
-from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import Offload, disk_nbytes, host_nbytes
 from zeroshard.plan.placement import Blocks, StateKind, Tier
 from zeroshard.plan.plan import Plan
-from zeroshard.plan.policy import HostUpdate, OnNonFinite
+from zeroshard.plan.policy import HostUpdate
 
 WIDTH = 64
 PIECE = 1500
@@ -183,22 +183,8 @@ def test_device_host_and_disk_hold_the_bytes_of_the_plan(tmp_path: Path) -> None
 
 def _skipped(rank: int, world: int, folder: Path) -> None:
     use_beside()
-    plain = recipe(3, "fp16")
-    plain = replace(plain, policy=replace(plain.policy, on_nonfinite=OnNonFinite.SKIP))
-    outcomes: list[dict[str, torch.Tensor]] = []
-    for plan in (plain, _offloaded(plain, folder, host_ratio=0.4)):
-        model = build(TASK)
-        scaler = LossScaler("cpu")
-        model, optimizer = zeroshard.shard(model, _adam()(model), plan=plan, scaler=scaler)
-        for number in range(4):
-            loss = _loss(model, Batch(number, 0, rank)) * scaler.scale
-            (loss * (float("inf") if number == 2 else 1.0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert int(scaler.total_skips) == 1
-        outcomes.append(full_parameters(model))
-        zeroshard.close(model)
-    assert_same(outcomes[1], outcomes[0], "a skipped step in the middle")
+    away = partial(_offloaded, folder=folder, host_ratio=0.4)
+    assert_a_skip_changes_nothing(TASK, recipe(3, "fp16"), away, rank, skipped=2, optimizer=_adam())
 
 
 @needs_torchao

@@ -17,21 +17,20 @@ import zeroshard
 from tests.support.disk import disk_folder, spill_descriptors
 from tests.support.distributed import run_ranks
 from tests.support.models import Batch, Task, square_loss
-from tests.support.offload import offloaded, recipe, train
+from tests.support.offload import assert_a_skip_changes_nothing, offloaded, recipe, train
 from tests.support.training import Setting, adamw, assert_same, build, full_parameters, sgd, shard_task
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import PlanError
 from zeroshard.nvme.memory import NvmeMemory
 from zeroshard.nvme.places import Spill
-from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.updates import FlatUpdate
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import WINDOWS, disk_nbytes, host_nbytes, in_blocks
 from zeroshard.plan.placement import StateKind, Tier
-from zeroshard.plan.policy import HostUpdate, OnNonFinite
+from zeroshard.plan.policy import HostUpdate
 
 WIDTH = 64
 BLOCK_OF_ELEMENTS = 1024
@@ -184,22 +183,8 @@ def test_disk_and_host_memory_hold_the_bytes_of_the_plan(tmp_path: Path) -> None
 
 
 def _skips(rank: int, world: int, folder: Path) -> None:
-    outcomes: list[dict[str, torch.Tensor]] = []
     plain = offloaded(recipe(3, "fp16"))
-    plain = replace(plain, policy=replace(plain.policy, on_nonfinite=OnNonFinite.SKIP))
-    for plan in (plain, on_disk(plain, [folder])):
-        model = build(TASK)
-        scaler = LossScaler("cpu")
-        model, optimizer = zeroshard.shard(model, adamw(model), plan=plan, scaler=scaler)
-        for number in range(4):
-            loss = TASK.loss(model, Batch(number, 0, rank)) * scaler.scale
-            (loss * (float("inf") if number == 1 else 1.0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert int(scaler.total_skips) == 1
-        outcomes.append(full_parameters(model))
-        zeroshard.close(model)
-    assert_same(outcomes[1], outcomes[0], "a skipped step in the middle")
+    assert_a_skip_changes_nothing(TASK, plain, lambda plan: on_disk(plan, [folder]), rank, skipped=1)
 
 
 def test_a_step_that_is_skipped_in_float16_leaves_the_disk_as_it_was(tmp_path: Path) -> None:

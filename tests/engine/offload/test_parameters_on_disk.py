@@ -17,7 +17,7 @@ from tests.engine.offload.test_on_disk import BLOCK_OF_ELEMENTS, TASK, Deep
 from tests.support.disk import CountedDisk, FailingTransfers, disk_folder, spill_descriptors
 from tests.support.distributed import run_ranks
 from tests.support.models import Batch, Task, square_loss
-from tests.support.offload import offloaded, recipe, train
+from tests.support.offload import assert_a_skip_changes_nothing, offloaded, recipe, train
 from tests.support.patience import Patience
 from tests.support.training import Setting, adamw, assert_same, build, full_parameters, sgd, shard_task
 from zeroshard.engine.closing import close_handle
@@ -26,14 +26,13 @@ from zeroshard.engine.core.virtual_streams import Pace, VirtualStreams
 from zeroshard.errors import PlanError, SpillError, ZeroShardError
 from zeroshard.nvme.memory import NvmeMemory
 from zeroshard.nvme.places import Spill
-from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import READ_WINDOWS, Offload, disk_nbytes, host_nbytes, read_window_nbytes, window_nbytes
 from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
-from zeroshard.plan.policy import HostUpdate, OnNonFinite
+from zeroshard.plan.policy import HostUpdate
 from zeroshard.plan.program import OpKind, build_programs
 from zeroshard.plan.traffic import disk_traffic
 
@@ -272,21 +271,8 @@ def test_readers_writers_and_checkpoints_find_what_host_memory_has(tmp_path: Pat
 
 
 def _skips(rank: int, world: int, folder: Path) -> None:
-    outcomes: list[dict[str, torch.Tensor]] = []
     plain = offloaded(recipe(3, "fp16"), param=True)
-    plain = replace(plain, policy=replace(plain.policy, on_nonfinite=OnNonFinite.SKIP))
-    for plan in (plain, in_files(plain, folder)):
-        model, scaler = build(TASK), LossScaler("cpu")
-        model, optimizer = zeroshard.shard(model, adamw(model), plan=plan, scaler=scaler)
-        for number in range(4):
-            loss = TASK.loss(model, Batch(number, 0, rank)) * scaler.scale
-            (loss * (float("inf") if number == 1 else 1.0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert int(scaler.total_skips) == 1
-        outcomes.append(full_parameters(model))
-        zeroshard.close(model)
-    assert_same(outcomes[1], outcomes[0], "a skipped step in the middle")
+    assert_a_skip_changes_nothing(TASK, plain, lambda plan: in_files(plan, folder), rank, skipped=1)
 
 
 def test_a_step_that_is_skipped_in_float16_leaves_the_disk_as_it_was(tmp_path: Path) -> None:
