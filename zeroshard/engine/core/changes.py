@@ -3,6 +3,7 @@
     gathered       at use        take fingerprints of the unit's parameters
                    at release    take them again; if they differ the change would be lost, so it is refused
     resting whole  at a step     compare parameters with their rounded master weights; if they differ, update these
+                                 (where master weights rest off the device, fingerprints first)
 
 `with torch.no_grad(): self.weight.clamp_()` increments the parameter's version, which every step checks (see
 inspection). `self.weight.data.clamp_()` does not, nor does a write through a NumPy array or a custom kernel. So the
@@ -113,15 +114,29 @@ def _refuse(unit: Unit, different: torch.Tensor) -> None:
 class WholeChanges:
     """Updates master weights from parameters that rest whole and were written, in the steps that are checked.
 
-    All steps are checked once a write was found, or if `always` is set.
+    All steps are checked once a write was found, or if `always` is set. Master weights off the device would take long
+    to read: the step before a checked one takes fingerprints of these parameters, and only where they have changed are
+    the master weights read.
     """
 
     def __init__(self, units: Iterable[Unit], device: torch.device) -> None:
         self._groups = [group for unit in units for group in unit.trainable if _can_differ(group)]
+        self._off_device = [group for group in self._groups if group.plan.updated_off_device]
+        self._fingerprints = Fingerprints(device)
+        self._recorded: torch.Tensor | None = None
         self._on_gpu = device.type == "cuda"
         self._steps = 0
         self._found = self.always = False
         self._reads: DelayedReads[None] = DelayedReads()
+
+    def record_next(self) -> bool:
+        """Whether `record` has to be called before other code can write parameters: the next step is checked."""
+        self._recorded = None
+        return bool(self._off_device) and self._is_checked(self._steps + 1)
+
+    def record(self) -> None:
+        """Take fingerprints of parameters that rest whole and have just got their values, for the next step."""
+        self._recorded = self._fingerprints_off_device()
 
     def due(self) -> bool:
         """Whether the step that begins is checked."""
@@ -132,8 +147,11 @@ class WholeChanges:
             if bool(differs):
                 self._note_change()
         self._steps += 1
+        return self._is_checked(self._steps)
+
+    def _is_checked(self, step: int) -> bool:
         # A write in one of the first steps is known only some steps later; until then every step has to apply it.
-        return self._found or self.always or _looked_at(self._steps, FIRST_NUMBERS + (DELAY if self._on_gpu else 0))
+        return self._found or self.always or _looked_at(step, FIRST_NUMBERS + (DELAY if self._on_gpu else 0))
 
     def _note_change(self) -> None:
         if not (self._found or self.always) and self._steps > FIRST_NUMBERS + DELAY:
@@ -149,7 +167,10 @@ class WholeChanges:
 
     def update_master_weights(self) -> None:
         """Update master weights from changed parameters; at the begin of a step, while nothing is in flight."""
-        for group in self._groups:
+        unchanged = self._unchanged_off_device()
+        for number, group in enumerate(self._groups):
+            if number in unchanged:
+                continue
             differs = _differs(group)
             if differs.is_cuda and not group.plan.updated_off_device:
                 self._reads.start(None, differs)  # updating costs less than waiting for the comparison
@@ -159,6 +180,20 @@ class WholeChanges:
                 continue
             for index, holder in enumerate(group.holders):
                 update_master_weights(group, index, holder.detach())
+
+    def _unchanged_off_device(self) -> frozenset[int]:
+        """Numbers of the groups whose master weights need not be read, since their parameters are as recorded."""
+        if self._recorded is None:
+            return frozenset()
+        same = iter(on_host(self._fingerprints_off_device() == self._recorded).tolist())
+        return frozenset(
+            number for number, group in enumerate(self._groups) if group.plan.updated_off_device and next(same)
+        )
+
+    def _fingerprints_off_device(self) -> torch.Tensor:
+        found = self._fingerprints.of(map(update_param, self._off_device))
+        self._fingerprints.free_memory()
+        return found
 
 
 def _can_differ(group: Group) -> bool:

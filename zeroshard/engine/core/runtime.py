@@ -112,6 +112,7 @@ class Runtime:
         self._set_plan(plan)
         if peers is not None:
             self.parameters.mark_written(())  # a peer may gather before this rank has its first values
+        self._record_values()
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -223,6 +224,15 @@ class Runtime:
             self._execute(op)
         self._settle_resting()
         self.parameters.wait_per_unit = False
+        if changed and not captured:
+            self._record_values()
+
+    def _record_values(self) -> None:
+        """Parameters that rest whole have new values: let the check of the next step know them, if there is one."""
+        if self._whole_changes.record_next():
+            # Read after write: the gathers of parameters that rest whole must have finished.
+            self.parameters.wait_for_gathers(resting_only=True)
+            self._whole_changes.record()
 
     def _settle_resting(self) -> None:
         """After the gathers that follow a write: unless they overlap, wait for parameters that rest whole."""
