@@ -5,10 +5,12 @@
     worker         -                 | update unit 5 | update unit 6 | ...       state on disk
 
 The result is exact: updates use the gradients, norm and hyper-parameters of the whole step, and the forward waits for
-each unit, so that it never uses old values. There is one worker for host memory, since an update uses all cores of the
-rank, and one for the disk, which would rest otherwise until the other is through. Moments in few bits pass the device,
-which updates them (optim/adam/passing.py); the workers wait for its streams then. Rejected: updating a unit as soon as
-its gradients are complete; that can't clip by the norm, and can't be undone when a later gradient is not finite.
+each unit, so that it never uses old values. Units that rest whole are awaited within the step, by the gathers that
+follow it: other code reads them between steps. There is one worker for host memory, since an update uses all cores of
+the rank, and one for the disk, which would rest otherwise until the other is through. Moments in few bits pass the
+device, which updates them (optim/adam/passing.py); the workers wait for its streams then. Rejected: updating a unit as
+soon as its gradients are complete; that can't clip by the norm, and can't be undone when a later gradient is not
+finite.
 """
 
 from __future__ import annotations

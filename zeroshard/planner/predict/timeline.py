@@ -123,6 +123,7 @@ class _Simulation:
         self._slot_free: dict[int, float] = {}
         self._wire_free: dict[int, float] = {}
         self._written: dict[int, float] = {}
+        self._worker_ends: dict[int, float] = {}
         self._read: dict[int, float] = {}
         self._contention = 0.0
         self._spans: list[Span] = []
@@ -191,10 +192,11 @@ class _Simulation:
             self._work(f"update {unit.label}", "update", update_seconds(self._cluster, unit))
             self._written[index] = self._clock["compute"]
             return
-        self._written[index] = self._host_update(unit, ready)
+        self._written[index] = self._host_update(index, ready)
 
-    def _host_update(self, unit: UnitPlan, ready: float) -> float:
+    def _host_update(self, index: int, ready: float) -> float:
         """When the update of a unit with offloaded state ends: by the processor, or streamed through the GPU."""
+        unit = self._plan.units[index]
         share, node = self._share, self._cluster.per_node
         own = sum(map(update_nbytes, unit.groups))
         kept = sum(group.nbytes(StateKind.MASTER) + group.nbytes(StateKind.MOMENTS) for group in unit.groups)
@@ -207,11 +209,16 @@ class _Simulation:
         if HostUpdate.PROCESSOR in (group.update for group in unit.groups):
             worker = "windows" if any(group.passes_windows for group in unit.groups) else "cpu"
             _, end = self._occupy(worker, f"update {unit.label}", ready, by_cpu)
+            self._worker_ends[index] = end
             return self._occupy("copies", f"parameters of {unit.label}", end, param / pcie)[1]
         grads = sum(group.nbytes(StateKind.GRAD) for group in unit.groups if group.grad_off_device)
         streamed = (2 * kept + grads) / (pcie * BOTH_WAYS)
-        worker = "windows" if any(group.passes_windows for group in unit.groups) else "copies"
-        return self._occupy(worker, f"stream state of {unit.label}", ready, max(streamed, disk))[1]
+        through_windows = any(group.passes_windows for group in unit.groups)
+        worker = "windows" if through_windows else "copies"
+        _, end = self._occupy(worker, f"stream state of {unit.label}", ready, max(streamed, disk))
+        if through_windows:
+            self._worker_ends[index] = end
+        return end
 
     # Operations.
 
@@ -242,7 +249,8 @@ class _Simulation:
         if self._ledger.holds(index):
             return
         self._ledger.take(index)
-        self._clock["host"] += self._share.host_operation
+        # The host copies what a worker has written, so it waits for the worker: at stages 1 and 2 within the step.
+        self._clock["host"] = max(self._clock["host"], self._worker_ends.pop(index, 0.0)) + self._share.host_operation
         slot = self._plan.gather_slots.of_unit[index]
         ready = max(self._written.get(index, 0.0), self._clock["host"])
         if slot is not None:
