@@ -42,8 +42,8 @@ def _opened(folder: Path) -> Contents:
 def _truth(case: str) -> Truth:
     """By parameter: weight and moments that DeepSpeed held; experts of a layer stacked."""
     told = load_file(CHECKPOINTS / case / "truth.safetensors")
-    if case == "tensors":
-        told = _put_together(told)
+    if case in _CUTS:
+        told = _put_together(told, *_CUTS[case])
     whole = {name: value for name, value in told.items() if MARK not in name}
     first = [name for name in told if f"{MARK}0." in name]
     for name in first:
@@ -56,15 +56,35 @@ def _truth(case: str) -> Truth:
     return found
 
 
-def _put_together(told: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What two tensor-parallel ranks told of a Llama, by the shapes that it has in one process."""
-    columns = ("o_proj.weight", "down_proj.weight")
-    whole = ("embed_tokens.weight", "norm.weight", "o_proj.bias")
+_WORDS = 13
+_CUTS = {  # names by how they are cut: columns, whole on each rank, two weights in one, padded rows
+    "tensors": (
+        ("o_proj.weight", "down_proj.weight"),
+        ("layernorm.weight", "embed_tokens.weight", "norm.weight", "o_proj.bias"),
+        (),
+        (),
+    ),
+    "stages_of_tensors": (
+        ("back.weight",),
+        ("norm.weight", "norm.bias", "back.bias", "places"),
+        ("gate_and_up.weight", "gate_and_up.bias"),
+        ("embedding.weight",),
+    ),
+}
+_Ends = tuple[str, ...]
+
+
+def _put_together(
+    told: Mapping[str, torch.Tensor], columns: _Ends, whole: _Ends, double: _Ends, padded: _Ends
+) -> dict[str, torch.Tensor]:
+    """What two tensor-parallel ranks told of a model, by the shapes that it has in one process."""
     found: dict[str, torch.Tensor] = {}
     for name in (name.removesuffix("|0") for name in told if name.endswith("|0")):
         parts, parameter = [told[f"{name}|{rank}"] for rank in range(2)], name.partition("|")[0]
-        same = parameter.endswith(("layernorm.weight", *whole))
-        found[name] = parts[0] if same else torch.cat(parts, dim=int(parameter.endswith(columns)))
+        if parameter.endswith(double):
+            parts = [torch.cat(halves) for halves in zip(*(part.chunk(2) for part in parts), strict=True)]
+        joined = parts[0] if parameter.endswith(whole) else torch.cat(parts, dim=int(parameter.endswith(columns)))
+        found[name] = joined[:_WORDS] if parameter.endswith(padded) else joined
     return found
 
 
@@ -118,13 +138,43 @@ def _pipeline() -> PipelineModule:
     return PipelineModule(layers, num_stages=2, loss_fn=mse_loss, partition_method="uniform")
 
 
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate_and_up, self.back = nn.LayerNorm(6), nn.Linear(6, 20), nn.Linear(10, 6)
+
+
+class _Held(nn.Module):
+    """One parameter and, if asked for, a buffer."""
+
+    def __init__(self, name: str, buffer: bool) -> None:
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.zeros(6, 6)))
+        if buffer:
+            self.register_buffer("scale", torch.zeros(1))
+
+
+def _stages_of_tensors() -> PipelineModule:
+    """The model of `deepspeed/stages_of_tensors.py` in one process, over two other stages."""
+    layers = [
+        TiedLayerSpec("embedding", nn.Embedding, _WORDS, 6),
+        LayerSpec(_Held, "places", True),
+        LayerSpec(_Block),
+        LayerSpec(_Block),
+        LayerSpec(_Held, "wide", False),
+        TiedLayerSpec("embedding", nn.Embedding, _WORDS, 6, forward_fn=_head),
+    ]
+    return PipelineModule(layers, num_stages=2, loss_fn=mse_loss, partition_method="parameters")
+
+
 def _loads(rank: int, world: int, folder: str, truths: dict[str, Truth]) -> None:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 2},
     }
     for case, truth in truths.items():
-        model: nn.Module = _pipeline() if case == "pipeline" else _Experts()
+        made = {"pipeline": _pipeline, "stages_of_tensors": _stages_of_tensors, "experts_apart": _Experts}
+        model: nn.Module = made[case]()
         experts = {id(p) for name, p in model.named_parameters() if MARK in name}
         groups = [[p for p in model.parameters() if (id(p) in experts) is chosen] for chosen in (False, True)]
         optimizer = torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-2)
@@ -144,7 +194,7 @@ def _loads(rank: int, world: int, folder: str, truths: dict[str, Truth]) -> None
 
 
 def test_what_is_imported_loads_into_stages_and_divided_experts(tmp_path: Path) -> None:
-    cases = ("pipeline", "experts_apart")
+    cases = ("pipeline", "experts_apart", "stages_of_tensors")
     for case in cases:
         write_native(_opened(CHECKPOINTS / case), tmp_path, case)
     run_ranks(2, _loads, str(tmp_path), {case: _truth(case) for case in cases})
@@ -154,7 +204,14 @@ def test_what_is_imported_loads_into_stages_and_divided_experts(tmp_path: Path) 
     ("case", "gone", "said"),
     [
         ("pipeline", "zero_pp_rank_1_mp_rank_01_optim_states.pt", r"holds the optimizer files of \[0\]"),
-        ("pipeline", "zero_pp_rank_[01]_mp_rank_01_optim_states.pt", "the files of rank 0 are missing"),
+        (
+            "pipeline",
+            "zero_pp_rank_[01]_mp_rank_01_optim_states.pt",
+            r"rank 0 are missing \(\*mp_rank_01_optim_states.pt\)",
+        ),
+        ("pipeline", "mp_rank_00_model_states.pt", r"rank 0 are missing \(\*mp_rank_00_model_states.pt\)"),
+        ("pipeline", "*mp_rank_01_*", r"holds the files of 1 model-parallel ranks, of 2, .* 2 stages of 1 saved it"),
+        ("pipeline", "layer_03-model_states.pt", "layer_03-model_states.pt is missing, which layer 3 is in"),
         ("experts", "layer_0_expert_1_mp_rank_00_model_states.pt", r"of the experts of layer 0 the files \[0, 2, 3\]"),
         ("experts_apart", "zero_pp_rank_3_mp_rank_00_optim_states.pt", r"holds the optimizer files of \[0, 1, 2\]"),
     ],
@@ -170,7 +227,8 @@ def test_a_missing_file_is_named(case: str, gone: str, said: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("layer_00-model_01-model_states.pt", "pipeline stages beside tensor parallelism are not imported"),
+        ("layer_00-model_states.pt", "experts beside pipeline stages or tensor-parallel ranks are not imported"),
+        ("layer_00-slice_01-model_states.pt", "layers of other axes than pipe, data and model are not imported"),
         ("layer_0_expert_0_mp_rank_01_model_states.pt", "experts beside tensor parallelism are not imported"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "experts and an optimizer without ZeRO are not imported"),
     ],
@@ -201,9 +259,15 @@ def _with_info(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path
         ),
         ({"parameter_with_row_parallelism_patterns": ["["]}, r"damaged: the pattern '\['"),
         (
-            {"parameter_with_sub_params": [{"patterns": []}]},
-            r"several weights of unequal parts in one .* not imported",
+            {"parameter_with_sub_params": [{"patterns": ["lm_head"], "shape": [[4, 4], -1], "partition_dim": 1}]},
+            r"several weights in one that are cut along dim 1 .* are not imported, only along dim 0",
         ),
+        (
+            {"parameter_with_sub_params": [{"patterns": ["lm_head"], "shape": [[4, 4], -1], "partition_dim": 0}]},
+            r"'lm_head.weight': .* says \[\(2, 2\), \(2, 2\)\] of its weights' rows on each rank, .* have \[16, 16\]",
+        ),
+        ({"vocabulary_parameter_patterns": "lm_head.weight"}, r"is 'lm_head.weight', not a list"),
+        ({"autotp_unsupported_parameter_patterns": ["a"]}, r"parts that DeepSpeed itself can't describe"),
     ],
 )
 def test_words_on_cuts_that_can_not_be_followed_are_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -219,6 +283,27 @@ def test_a_padded_vocabulary_loses_its_padding_and_blocks_are_sorted(tmp_path: P
     assert torch.equal(contents.parameters["lm_head.weight"].weight.read(), whole["lm_head.weight"]["fp32"][:29])
     rows = torch.arange(24).view(2, 2, 6).transpose(0, 1).flatten()  # by rank and block, then by block and rank
     assert torch.equal(contents.parameters[gate].weight.read(), whole[gate]["fp32"][rows])
+
+
+def test_several_weights_in_one_are_sorted_by_their_number(tmp_path: Path) -> None:
+    head = "lm_head.weight"
+    several = [{"patterns": [head], "shape": [4, -1], "partition_dim": 0}]
+    contents = _opened(_with_info(tmp_path, lambda info: info.update(parameter_with_sub_params=several)))
+    rows = torch.arange(32).view(2, 4, 4).transpose(0, 1).flatten()  # by rank and weight, then by weight and rank
+    assert torch.equal(contents.parameters[head].weight.read(), _truth("tensors")[head]["fp32"][rows])
+
+
+def test_a_shared_weight_that_only_the_first_rank_tells_of_is_shared_on_all(tmp_path: Path) -> None:
+    folder = shutil.copytree(CHECKPOINTS / "tensors", tmp_path / "tensors")
+    for rank in range(2):
+        path = folder / "step3" / f"mp_rank_{rank:02d}_model_states.pt"
+        state = torch.load(path, weights_only=True)
+        state["module"]["second.weight"] = state["module"]["lm_head.weight"]
+        state["shared_params"] = {} if rank else {"second.weight": "lm_head.weight"}
+        torch.save(state, path)
+    contents = _opened(folder)
+    assert contents.aliases == {"second.weight": "lm_head.weight"}
+    _same(contents, _truth("tensors"))
 
 
 def test_a_missing_tensor_parallel_rank_is_named(tmp_path: Path) -> None:

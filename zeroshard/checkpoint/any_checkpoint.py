@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from zeroshard.checkpoint.foreign import deepspeed
 from zeroshard.checkpoint.foreign.contents import Contents
@@ -12,12 +14,15 @@ from zeroshard.checkpoint.native import find_native, open_native
 from zeroshard.errors import CheckpointError
 
 
-def open_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> Contents:
+def open_checkpoint(
+    directory: str | os.PathLike[str], tag: str | None = None, cuts: Mapping[str, Any] | None = None
+) -> Contents:
     """The contents of a checkpoint of zeroshard, DeepSpeed or torch.distributed.checkpoint.
 
     Args:
         directory: a directory of checkpoints, or one checkpoint.
         tag: the checkpoint in it; None for the newest.
+        cuts: how tensor-parallel ranks of DeepSpeed were cut, in place of the checkpoint's `universal_checkpoint_info`.
 
     Raises:
         CheckpointError: there is none, or it is damaged or malicious.
@@ -31,7 +36,7 @@ def open_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
     try:
         found = deepspeed.find(base, tag)
         if found is not None:
-            return deepspeed.open_deepspeed(found)
+            return deepspeed.open_deepspeed(found, cuts)
         folder = base if tag is None else base / deepspeed.check_tag(tag, base)
         if is_dcp(folder):
             return open_dcp(folder)

@@ -107,6 +107,10 @@ def import_(
     directory: Annotated[Path, typer.Argument(help="Folder of checkpoints to write into.")],
     tag: _TAG = None,
     name: Annotated[str | None, typer.Option("--as", help="Tag to write. [default: global_stepN]")] = None,
+    universal_checkpoint_info: Annotated[
+        Path | None,
+        typer.Option(help="JSON on how DeepSpeed's tensor-parallel ranks were cut, in place of the checkpoint's own."),
+    ] = None,
     as_json: _JSON = False,
 ) -> None:
     """Convert a checkpoint of another system, with optimizer state and counters; no code in it is run."""
@@ -115,7 +119,8 @@ def import_(
     from zeroshard.checkpoint.export.hf import total_bytes
     from zeroshard.checkpoint.native import write_native
 
-    contents = open_checkpoint(source, tag)
+    cuts = None if universal_checkpoint_info is None else _json_object(universal_checkpoint_info)
+    contents = open_checkpoint(source, tag, cuts)
     tensors = {name: tensor for name, _, tensor in contents.tensors()}
     moments = {(n, key): value for n, p in contents.parameters.items() for key, value in p.moments.items()}
     total = total_bytes(tensors) + sum(total_bytes({key: value}) for (_, key), value in moments.items())
@@ -132,6 +137,17 @@ def import_(
         "left_out": list(contents.left_out),
     }
     _say(result, as_json, f"{contents.origin}: {result['tensors']} tensors, {total:,} bytes, are in {folder}")
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file that the user wrote. Raises UsageError, with its name."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} can't be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{file} holds a {type(value).__name__}, not an object of JSON")
+    return value
 
 
 def _export_hf(

@@ -1,9 +1,9 @@
-"""Remake the DeepSpeed checkpoints of divided models: pipeline stages and experts.
+"""Remake the DeepSpeed checkpoints of divided models: pipeline stages, experts, tensor-parallel ranks.
 
     DS_ACCELERATOR=cpu ds/bin/python tests/checkpoint/deepspeed/make_divided_fixtures.py
 
-As `make_fixtures.py` beside it, with two or four processes. Every rank tells the master weights and moments of what it
-has; `truth.safetensors` holds them whole. `zeroshard` is not imported here.
+As `make_fixtures.py` beside it, with two, four or eight processes. Every rank tells the master weights and moments of
+what it has; `truth.safetensors` holds them whole. `zeroshard` is not imported here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS = HERE / "divided"
 STEPS = 3
-RANKS = {"pipeline": 4, "experts": 2, "experts_apart": 4, "experts_whole": 2, "tensors": 4}
+RANKS = {"pipeline": 4, "experts": 2, "experts_apart": 4, "experts_whole": 2, "tensors": 4, "stages_of_tensors": 8}
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 1.0,
@@ -143,15 +143,21 @@ def make(case: str, folder: Path) -> None:
     import torch
 
     deepspeed.init_distributed(dist_backend="gloo")
+    client: dict[str, Any] = {"epoch": 2}
     if case == "pipeline":
         engine, optimizer, model = pipeline()
     elif case == "tensors":
         engine, optimizer, model = tensors()
+    elif case == "stages_of_tensors":
+        from stages_of_tensors import INFO, train
+
+        engine, optimizer, model = train(BASE, STEPS)
+        client[INFO[0]] = INFO[1]
     else:
         engine, optimizer, model = experts(1 if case == "experts_whole" else 2)
-    engine.save_checkpoint(str(folder), tag="step3", client_state={"epoch": 2})
+    engine.save_checkpoint(str(folder), tag="step3", client_state=client)
     told = _told(optimizer, model)
-    if case == "tensors":  # what each of the two ranks has
+    if case in ("tensors", "stages_of_tensors"):  # what each of the two ranks has
         told = {f"{name}|{engine.global_rank % 2}": value for name, value in told.items()}
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, told)

@@ -5,7 +5,7 @@
     DIR/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt     stage 3: the same, of rank R
     DIR/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's part of each flat group
     DIR/TAG/*_mp_rank_01_*                                tensor-parallel parts: see `deepspeed_tensors`
-    DIR/TAG/layer_LL-model_states.pt                      pipelines: see `deepspeed_stages`
+    DIR/TAG/layer_LL-[model_YY-]model_states.pt           pipelines, of tensor-parallel ranks: see `deepspeed_stages`
     DIR/TAG/layer_L_expert_E_mp_rank_00_model_states.pt   experts: see `deepspeed_experts`
     DIR/TAG/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt   universal: a parameter a folder
 
@@ -25,8 +25,9 @@ from zeroshard.checkpoint.foreign.contents import Contents
 from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files
 from zeroshard.checkpoint.foreign.deepspeed_experts import FILE as EXPERT
 from zeroshard.checkpoint.foreign.deepspeed_flat import open_flat
-from zeroshard.checkpoint.foreign.deepspeed_stages import LAYER, open_stages
-from zeroshard.checkpoint.foreign.deepspeed_tensors import open_tensor_parts
+from zeroshard.checkpoint.foreign.deepspeed_layers import LAYER
+from zeroshard.checkpoint.foreign.deepspeed_stages import open_stages
+from zeroshard.checkpoint.foreign.deepspeed_tensors import INFO, Info, open_tensor_parts
 from zeroshard.checkpoint.foreign.deepspeed_universal import open_universal
 from zeroshard.errors import CheckpointError
 
@@ -35,7 +36,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _UNSUPPORTED = (
     (re.compile(r"layer_\d+_expert_\d+_.*"), "experts beside tensor parallelism"),
     (re.compile(r"expp_rank_.*"), "experts and an optimizer without ZeRO"),
-    (re.compile(r"layer_\d+-model_.*"), "pipeline stages beside tensor parallelism"),
+    (re.compile(r"layer_\d+-.+-model_states\.pt"), "layers of other axes than pipe, data and model"),
 )
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,200}")
 
@@ -78,20 +79,35 @@ def _looks_right(folder: Path) -> bool:
     return model and ("zero" in names or any(_OPTIM.fullmatch(name) for name in names))
 
 
-def open_deepspeed(folder: Path) -> Contents:
-    """The contents of a checkpoint folder that `find` returned; reads names, shapes and counters only.
+def open_deepspeed(folder: Path, info: Info | None = None) -> Contents:
+    """The contents of a checkpoint folder that `find` returned; of tensors it reads names, shapes and some starts only.
+
+    Args:
+        info: what to use in place of the checkpoint's own `universal_checkpoint_info`; None for that.
 
     Raises:
         CheckpointError: files are missing, damaged or malicious, or have content that is not imported.
     """
     found = _Found.of(folder)
+    parts = found.parts()
+    divided = len(parts) > 1 or bool(found.layers)
+    if divided and found.experts:
+        raise CheckpointError(f"{folder}: experts beside pipeline stages or tensor-parallel ranks are not imported")
+    if divided and found.universal:
+        raise CheckpointError(
+            f"{folder}: universal checkpoints of several model-parallel ranks are not imported; give the ZeRO "
+            "checkpoint that it was made from"
+        )
+    if info is not None and max(len(found.layers), 1 if found.layers else len(parts)) < 2:
+        raise CheckpointError(
+            f"{folder} has no tensor-parallel ranks, so it has no use for another {INFO}; leave it out"
+        )
     if found.layers:
-        return open_stages([found.files(stage) for stage in sorted(found.model)], found.layers)
-    if set(found.model) != {0}:
-        return open_tensor_parts([found.files(part) for part in sorted(found.model)])
-    files = found.files(0)
-    common = Common.read(files)
-    return open_universal(files, common) if files.universal else open_flat(files, common)
+        return open_stages(parts, found.layers, info)
+    if divided:
+        return open_tensor_parts(parts, info)
+    common = Common.read(parts[0])
+    return open_universal(parts[0], common) if found.universal else open_flat(parts[0], common)
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,7 @@ class _Found:
     folder: Path
     model: dict[int, dict[int, Path]]
     optim: dict[int, dict[int, Path]]
-    layers: dict[int, Path]
+    layers: dict[int, dict[int, Path]]
     experts: dict[int, dict[int, Path]]
     universal: bool
 
@@ -116,7 +132,10 @@ class _Found:
 
     def _take(self, name: str) -> None:
         if match := LAYER.fullmatch(name):
-            self.layers[int(match[1])] = self.folder / name
+            number, of_rank = int(match[1]), self.layers.setdefault(int(match[2] or 0), {})
+            if number in of_rank:
+                raise CheckpointError(f"{self.folder} holds layer {number} twice: {of_rank[number].name} and {name}")
+            of_rank[number] = self.folder / name
             return
         if match := EXPERT.fullmatch(name):
             self.experts.setdefault(int(match[1]), {})[int(match[2])] = self.folder / name
@@ -133,9 +152,13 @@ class _Found:
                 raise CheckpointError(f"{self.folder} holds two files of rank {rank}: {own[rank].name} and {name}")
             own[rank] = self.folder / name
 
-    def files(self, part: int) -> Files:
-        """The files of one model-parallel rank. Raises CheckpointError if its first ones are missing."""
+    def parts(self) -> list[Files]:
+        """The files of each model-parallel rank. Raises CheckpointError if the first ones of one are missing."""
+        return [self._files(part) for part in range(max((*self.model, *self.optim)) + 1)]
+
+    def _files(self, part: int) -> Files:
         model, optim = self.model.get(part, {}), self.optim.get(part, {})
         if 0 not in model or not (optim or self.universal):
-            raise CheckpointError(f"{self.folder} holds no ZeRO checkpoint: the files of rank 0 are missing")
+            name = f"mp_rank_{part:02d}_{'optim' if 0 in model else 'model'}_states.pt"
+            raise CheckpointError(f"{self.folder} holds no ZeRO checkpoint: the files of rank 0 are missing (*{name})")
         return Files(self.folder, model, optim, self.universal, self.experts)

@@ -6,7 +6,7 @@ It is in rank 0's model file. The places of parameters depend on the kind; see `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,13 @@ def count(value: Any, path: Path, what: str) -> int:
     if value is not None and (type(value) is not int or value < 0):
         raise CheckpointError(f"{path} is damaged: {what} is {value!r}")
     return value or 0
+
+
+def check_one_save(parts: Sequence[Contents], where: Path) -> None:
+    """Raise CheckpointError if the parts of a divided model, as pipeline stages, have different counters."""
+    counters = [(contents.steps, contents.skipped) for contents in parts]
+    if any(one != counters[0] for one in counters):
+        raise CheckpointError(f"{where} holds files of several saves: at steps {[steps for steps, _ in counters]}")
 
 
 def _shapes(group: Any, path: Path) -> Mapping[str, tuple[int, ...]]:

@@ -1,63 +1,69 @@
-"""Reads the stages of a DeepSpeed pipeline as one checkpoint.
+"""Reads the stages of a DeepSpeed pipeline as one checkpoint, each of one or several tensor-parallel ranks.
 
     layer_LL-model_states.pt                             a layer's weights in the forward's dtype, by its own names
-    mp_rank_SS_model_states.pt                           stage S: names and shapes in flat order, counters
-    zero_pp_rank_R_mp_rank_SS_optim_states.pt            the part of stage S's rank R
+    layer_LL-model_YY-model_states.pt                    the same, of tensor-parallel rank Y
+    mp_rank_MM_model_states.pt                           a rank of a stage: names and shapes in flat order, counters
+    zero_pp_rank_R_mp_rank_MM_optim_states.pt            the part of its rank R
 
-Names on all stages are those of the whole model (`3.weight`, `tied_modules.KEY.weight`), so the stages are read one
-after the other and joined. A tied module is on several stages, with equal values; its parameters get the names of
-zeroshard's PipelineModule, and DeepSpeed's as aliases.
+    4 ranks MM, 2 tensor-parallel:     | 00 stage 0, Y 0 | 01 stage 0, Y 1 | 02 stage 1, Y 0 | 03 stage 1, Y 1 |
+
+The last is how DeepSpeed's own topology counts; one whose first axis is "model" counts stages first, and the names of
+parameters tell which it was. Names on all stages are those of the whole model (`3.weight`, `tied_modules.K.weight`), so
+the tensor-parallel ranks of each stage are joined (`deepspeed_tensors`), then the stages. A tied module is on several
+stages; the first one's values are taken, which DeepSpeed too sends to the others when it loads. Its parameters get the
+names of zeroshard's PipelineModule, and DeepSpeed's as aliases.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint.foreign.contents import Contents, Group
-from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, mapping
+from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, check_one_save, mapping
 from zeroshard.checkpoint.foreign.deepspeed_flat import open_flat
-from zeroshard.checkpoint.foreign.stored import StoredTensor
+from zeroshard.checkpoint.foreign.deepspeed_layers import TIED, LayerFiles, Layers, names_of
+from zeroshard.checkpoint.foreign.deepspeed_tensors import Info, joined_parts
 from zeroshard.checkpoint.foreign.torchzip import load
 from zeroshard.errors import CheckpointError
 
-LAYER = re.compile(r"layer_(\d+)-model_states\.pt")
-_TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
 
-
-def open_stages(stages: Sequence[Files], layers: Mapping[int, Path]) -> Contents:
+def open_stages(ranks: Sequence[Files], layers: LayerFiles, info: Info | None) -> Contents:
     """The contents of a pipeline's checkpoint.
 
     Args:
-        stages: the files of each stage.
-        layers: the file of each layer that has parameters or buffers.
+        ranks: the files of each model-parallel rank.
+        layers: the files of the layers.
+        info: how tensor-parallel ranks were cut, in place of the checkpoint's own; None for that.
 
     Raises:
-        CheckpointError: files are missing or damaged, or stages differ in a parameter.
+        CheckpointError: files are missing or damaged, stages differ, or nothing says how weights were cut.
     """
-    held = {number: mapping(load(path), path, "the content") for number, path in layers.items()}
-    found = [open_flat(files, Common.read(files, lambda state: _module(state, held))) for files in stages]
-    origin = f"{found[0].origin}, {len(found)} pipeline stages"
-    for contents in found[1:]:
-        if (contents.steps, contents.skipped) != (found[0].steps, found[0].skipped):
-            raise CheckpointError(
-                f"{stages[0].folder} holds stages of several saves: steps {found[0].steps} and others"
-            )
+    where = ranks[0].folder
+    states = [mapping(load(files.model[0]), files.model[0], "the content") for files in ranks]
+    grid = _grid(states, len(layers), where)
+    held = Layers.read(layers, states, where)
+    found = [_stage(number, [ranks[rank] for rank in stage], held, info) for number, stage in enumerate(grid)]
+    check_one_save(found, where)
+    return _joined(found, where)
+
+
+def _joined(found: Sequence[Contents], where: Path) -> Contents:
+    """The contents of all stages."""
     parameters = dict(found[0].parameters)
     for contents in found[1:]:
         for name, parameter in contents.parameters.items():
             if parameters.setdefault(name, parameter).shape != parameter.shape:
-                raise CheckpointError(f"{stages[0].folder}: {name!r} has several shapes on the stages that hold it")
+                raise CheckpointError(f"{where}: {name!r} has several shapes on the stages that hold it")
     renamed = {name: _named_here(name) for name in parameters}
     aliases = {alias: renamed[name] for contents in found for alias, name in contents.aliases.items()}
     return replace(
         found[0],
-        origin=origin,
+        origin=f"{found[0].origin}, {len(found)} pipeline stages",
         parameters={renamed[name]: replace(one, name=renamed[name]) for name, one in parameters.items()},
-        buffers={name: value for contents in found for name, value in contents.buffers.items()},
+        buffers={_named_here(name): value for contents in found for name, value in contents.buffers.items()},
         aliases=aliases | {name: own for name, own in renamed.items() if name != own},
         groups=tuple(Group(tuple(renamed[name] for name in group.names), group.options) for group in _groups(found)),
         complete=all(contents.complete for contents in found),
@@ -65,9 +71,36 @@ def open_stages(stages: Sequence[Files], layers: Mapping[int, Path]) -> Contents
     )
 
 
+def _grid(states: Sequence[Mapping[str, Any]], parts: int, where: Path) -> list[list[int]]:
+    """The model-parallel ranks of each stage, in the order of tensor-parallel ranks, of which there are `parts`."""
+    count = len(states)
+    stages, rest = divmod(count, parts)
+    told = states[0].get("mp_world_size", count)
+    dims = states[0].get("checkpoint_parallel_dimensions")
+    said = (dims.get("pp_degree"), dims.get("tp_degree")) if isinstance(dims, dict) else (stages, parts)
+    if rest or told != count or said != (stages, parts):
+        raise CheckpointError(
+            f"{where} holds the files of {count} model-parallel ranks, of {told}, and layers of {parts} tensor-"
+            f"parallel ranks; {said[0]} stages of {said[1]} saved it: files are missing or left from an earlier save"
+        )
+    names = [frozenset(names_of(state)) for state in states]
+    by_stage = [[stage * parts + part for part in range(parts)] for stage in range(stages)]
+    by_part = [[part * stages + stage for part in range(parts)] for stage in range(stages)]
+    for grid in (by_stage, by_part):
+        if all(len({names[rank] for rank in ranks}) == 1 for ranks in grid):
+            return grid
+    raise CheckpointError(f"{where}: tensor-parallel ranks of a stage have parameters of different names")
+
+
+def _stage(number: int, ranks: Sequence[Files], layers: Layers, info: Info | None) -> Contents:
+    """The contents of one stage. The first one gets the layers that none has trained parameters of."""
+    commons = [Common.read(files, layers.module_of(part, number == 0)) for part, files in enumerate(ranks)]
+    return open_flat(ranks[0], commons[0]) if len(ranks) == 1 else joined_parts(ranks, commons, info)
+
+
 def _named_here(name: str) -> str:
     """The name of a parameter in zeroshard's PipelineModule, which stores a tied module in a wrapper."""
-    match = _TIED.fullmatch(name)
+    match = TIED.fullmatch(name)
     return name if match is None else f"{name[: match.start(1)]}module.{match[1]}"
 
 
@@ -81,19 +114,3 @@ def _groups(stages: Sequence[Contents]) -> tuple[Group, ...]:
         names = dict.fromkeys(name for contents in stages for name in contents.groups[number].names)
         found.append(Group(tuple(names), group.options))
     return tuple(found)
-
-
-def _module(state: Mapping[str, Any], layers: Mapping[int, Mapping[Any, Any]]) -> dict[str, Any]:
-    """A stage's parameters and buffers from the layers' files, by the names of the whole model."""
-    names = [name for group in state.get("param_shapes") or () for name in group]
-    buffers = list(state.get("buffer_names") or ())
-    numbers = {int(name.split(".", 1)[0]) for name in (*names, *buffers) if name.split(".", 1)[0].isdigit()}
-    found = {f"{number}.{key}": value for number in sorted(numbers) for key, value in layers.get(number, {}).items()}
-    for name in names:
-        match = _TIED.fullmatch(name)
-        same = (value for layer in layers.values() for key, value in layer.items() if match and key == match[1])
-        shape = next((tuple(group[name]) for group in state["param_shapes"] if name in group), ())
-        value = next((one for one in same if isinstance(one, StoredTensor) and one.shape == shape), None)
-        if value is not None:
-            found[name] = value
-    return found

@@ -4,6 +4,8 @@
     Joined         a tensor whose flat elements are pieces of other tensors, in order (ZeRO's partitions)
     Tiled          a tensor whose rectangles are other tensors (torch.distributed.checkpoint)
     Cast           another tensor in another dtype
+    Copies         a tensor of which several files have a copy (tensor-parallel ranks)
+    Mean           the mean of several tensors
 
 Reads read only the bytes that are needed, into new memory. Files are not mapped, so memory is freed with the result.
 """
@@ -266,6 +268,79 @@ class Tiled:
         for dim in range(1, len(sizes)):
             into = into.narrow(dim, tile.offsets[dim], sizes[dim])
         into.copy_(part.reshape(high - low, *sizes[1:]))
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A tensor that is there several times. Reads raise CheckpointError, with `told`, if the copies differ in a bit."""
+
+    of: tuple[Lazy, ...]
+    told: str
+
+    def __post_init__(self) -> None:
+        _check_alike(self.of, self.told)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of[0].dtype
+
+    def read(self) -> torch.Tensor:
+        whole = self.of[0].read()
+        flat = whole.reshape(-1)
+        at = 0
+        for parts in zip(*(chunks(one) for one in self.of[1:]), strict=True):
+            self._compare(flat[at : at + len(parts[0])], parts)
+            at += len(parts[0])
+        return whole
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        part = self.of[0].read_flat(start, stop)
+        self._compare(part, [one.read_flat(start, stop) for one in self.of[1:]])
+        return part
+
+    def _compare(self, part: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+        own = part.contiguous().view(torch.uint8)
+        for number, other in enumerate(others, 1):
+            if not torch.equal(own, other.view(torch.uint8)):
+                raise CheckpointError(f"{self.told}: the values of ranks 0 and {number} differ")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of several tensors. `told` is for messages."""
+
+    of: tuple[Lazy, ...]
+    told: str
+
+    def __post_init__(self) -> None:
+        _check_alike(self.of, self.told)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of[0].dtype
+
+    def read(self) -> torch.Tensor:
+        return self.read_flat(0, numel(self.shape)).reshape(self.shape)
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        total = self.of[0].read_flat(start, stop)
+        for one in self.of[1:]:
+            total += one.read_flat(start, stop)
+        return total.div_(len(self.of))
+
+
+def _check_alike(tensors: Sequence[Lazy], told: str) -> None:
+    found = [(list(one.shape), str(one.dtype)) for one in tensors]
+    if any(one != found[0] for one in found):
+        raise CheckpointError(f"{told}: the ranks have shapes and dtypes {found}")
 
 
 @dataclass(frozen=True)
