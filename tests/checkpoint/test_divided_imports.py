@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,36 @@ def test_a_shared_weight_that_only_the_first_rank_tells_of_is_shared_on_all(tmp_
     contents = _opened(folder)
     assert contents.aliases == {"second.weight": "lm_head.weight"}
     _same(contents, _truth("tensors"))
+
+
+def _as_universal(folder: Path) -> Path:
+    """The tensor-parallel checkpoint as DeepSpeed's converter writes it, with a frozen weight cut by columns."""
+    made = _with_info(folder, lambda info: info["parameter_with_row_parallelism_patterns"].append("^still$"))
+    contents, step = _opened(made), made / "step3"
+    for name, parameter in contents.parameters.items():
+        (step / "zero" / name).mkdir(parents=True)
+        for key, value in {"fp32": parameter.weight, **parameter.moments}.items():
+            torch.save({"param": value.read()}, step / "zero" / name / f"{key}.pt")
+        torch.save(torch.tensor(3.0), step / "zero" / name / "step.pt")
+    options = {**contents.groups[0].options, "params": [0]}
+    torch.save({"zero_stage": 1, "param_groups": [options]}, step / "zero" / "optimizer_state.pt")
+    for rank in range(2):
+        path = step / f"mp_rank_{rank:02d}_model_states.pt"
+        state = torch.load(path, weights_only=True)
+        state["module"]["still"] = torch.full((2, 3), float(rank))
+        torch.save(state, path)
+    for path in step.glob("zero_pp_rank_*"):
+        path.unlink()
+    return made
+
+
+def test_a_universal_checkpoint_of_tensor_parallel_ranks_has_whole_weights(tmp_path: Path) -> None:
+    contents = _opened(_as_universal(tmp_path))
+    still = contents.parameters["still"]
+    assert not still.trainable
+    assert torch.equal(still.weight.read(), torch.tensor([[0.0] * 3 + [1.0] * 3] * 2))
+    trained = {name: one for name, one in contents.parameters.items() if name != "still"}
+    _same(replace(contents, parameters=trained), _truth("tensors"))
 
 
 def test_a_missing_tensor_parallel_rank_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.support.deepspeed_files import KEYS, Held, Layer, Layout, named, write
+from tests.support.deepspeed_files import KEYS, Held, Layer, Layout, named, write, write_universal
 from zeroshard.checkpoint.any_checkpoint import open_checkpoint
 from zeroshard.checkpoint.cli import app
 from zeroshard.checkpoint.foreign.contents import Contents
@@ -155,6 +155,7 @@ def test_a_file_on_cuts_that_no_rank_needs_is_refused(tmp_path: Path) -> None:
 
 MISSING = {
     "layer_02-model_01-model_states.pt": "layer_02-model_01-model_states.pt is missing, which layer 2 is in",
+    "layer_*": r"holds the ranks of a pipeline, but its layers are missing \(layer_\*_states.pt\)",
     "layer_*-model_00-model_states.pt": r"holds the files of 4 .* layers of 1 tensor-parallel ranks; 2 stages of 2",
     "mp_rank_02_model_states.pt": r"the files of rank 0 are missing \(\*mp_rank_02_model_states.pt\)",
     "zero_pp_rank_1_mp_rank_02_optim_states.pt": r"holds the optimizer files of \[0\]: files are missing",
@@ -272,10 +273,26 @@ def test_a_layer_that_is_there_twice_is_refused(name: str, tmp_path: Path) -> No
         open_checkpoint(source)
 
 
-def test_universal_checkpoints_of_several_ranks_are_refused(tmp_path: Path) -> None:
-    source = write(tmp_path / "step7", _layers(), LAYOUT, _info(LAYOUT))
-    for path in [*source.glob("layer_*"), *source.glob("zero_*")]:
-        path.unlink()
-    (source / "zero").mkdir()
-    with pytest.raises(CheckpointError, match="universal checkpoints of several model-parallel ranks are not imported"):
+@pytest.mark.parametrize(
+    "layout", [LAYOUT, Layout((2, 1, 3), 3, 1, model_first=True), Layout((3, 3), 1, 2), Layout((6,), 1, 1)], ids=str
+)
+def test_a_universal_checkpoint_has_the_same_parameters(layout: Layout, tmp_path: Path) -> None:
+    layers = _layers()
+    contents = open_checkpoint(write_universal(tmp_path / "step7", layers, layout, _info(layout)))
+    expected = {name.replace("embedding.", "embedding.module."): held for name, held in named(layers).items()}
+    assert set(contents.parameters) == set(expected)
+    for name, held in expected.items():
+        parameter = contents.parameters[name]
+        found = {"fp32": parameter.weight, **parameter.moments}
+        assert all(torch.equal(found[key].read(), held.values[key]) for key in KEYS), name
+        assert (parameter.step, parameter.trainable) == (7.0, True)
+    assert contents.left_out[0] == "buffer 1.scale: it is not in mp_rank_00_model_states.pt"
+    assert "a universal checkpoint of a pipeline has no file of a layer" in contents.left_out[-1]
+    assert [sorted(group.names) for group in contents.groups] == [sorted(contents.parameters)]
+
+
+def test_a_universal_weight_of_other_dims_than_its_parts_is_refused(tmp_path: Path) -> None:
+    source = write_universal(tmp_path / "step7", _layers(), LAYOUT, _info(LAYOUT))
+    torch.save({"param": torch.zeros(INNER * HIDDEN)}, source / "zero" / "1.up.weight" / "fp32.pt")
+    with pytest.raises(CheckpointError, match=r"1.up.weight/fp32.pt has shape \[63\], but its 2 parts have 2 dims"):
         open_checkpoint(source)

@@ -14,6 +14,7 @@ import torch
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 KEY = "embedding"
+_OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": [0]}
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,21 @@ def write(folder: Path, layers: Sequence[Layer], layout: Layout, info: Mapping[s
     return folder
 
 
+def write_universal(folder: Path, layers: Sequence[Layer], layout: Layout, info: Mapping[str, Any]) -> Path:
+    """What DeepSpeed's converter makes of it, which copies no files of layers; rows after the vocabulary are kept."""
+    write(folder, layers, layout, info)
+    for path in [*folder.glob("layer_*"), *folder.glob("*zero_pp_rank_*")]:
+        path.unlink()
+    for name, held in named(layers).items():
+        (folder / "zero" / name).mkdir(parents=True)
+        for key in KEYS:
+            torch.save({"cat_dim": 0, "param": held.values[key]}, folder / "zero" / name / f"{key}.pt")
+        torch.save(torch.tensor(7.0), folder / "zero" / name / "step.pt")
+    state = {"zero_stage": 1, "loss_scaler": None, "param_groups": [_OPTIONS], "ds_version": "0.19.8"}
+    torch.save(state, folder / "zero" / "optimizer_state.pt")
+    return folder
+
+
 def _name(number: int, key: str, layer: Layer) -> str:
     return f"tied_modules.{KEY}.{key}" if layer.tied else f"{number}.{key}"
 
@@ -143,10 +159,9 @@ def _partition(flat: Mapping[str, torch.Tensor], data: int, layout: Layout) -> d
     own = {key: value[data * size : (data + 1) * size] for key, value in padded.items()}
     kept = {key: (value if layout.bf16 else value[: size - padding]).clone() for key, value in own.items()}
     moments = {key: value for key, value in kept.items() if key != "fp32"}
-    options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": [0]}
     state = {
         "single_partition_of_fp32_groups": [kept["fp32"]],
-        "base_optimizer_state": {"state": {0: {**moments, "step": torch.tensor(7.0)}}, "param_groups": [options]},
+        "base_optimizer_state": {"state": {0: {**moments, "step": torch.tensor(7.0)}}, "param_groups": [_OPTIONS]},
         "group_paddings": [padding],
         "partition_count": [layout.data],
         "ds_version": "0.19.8",

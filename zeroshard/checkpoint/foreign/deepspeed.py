@@ -7,7 +7,7 @@
     DIR/TAG/*_mp_rank_01_*                                tensor-parallel parts: see `deepspeed_tensors`
     DIR/TAG/layer_LL-[model_YY-]model_states.pt           pipelines, of tensor-parallel ranks: see `deepspeed_stages`
     DIR/TAG/layer_L_expert_E_mp_rank_00_model_states.pt   experts: see `deepspeed_experts`
-    DIR/TAG/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt   universal: a parameter a folder
+    DIR/TAG/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt   universal: a parameter a folder, whole
 
 This module recognises the folder; `deepspeed_common` reads what all kinds share, `deepspeed_flat` and
 `deepspeed_universal` find the place of each parameter. Rejected: loading all files of all ranks and concatenating them,
@@ -26,7 +26,7 @@ from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files
 from zeroshard.checkpoint.foreign.deepspeed_experts import FILE as EXPERT
 from zeroshard.checkpoint.foreign.deepspeed_flat import open_flat
 from zeroshard.checkpoint.foreign.deepspeed_layers import LAYER
-from zeroshard.checkpoint.foreign.deepspeed_stages import open_stages
+from zeroshard.checkpoint.foreign.deepspeed_stages import is_pipeline, open_stages
 from zeroshard.checkpoint.foreign.deepspeed_tensors import INFO, Info, open_tensor_parts
 from zeroshard.checkpoint.foreign.deepspeed_universal import open_universal
 from zeroshard.errors import CheckpointError
@@ -93,16 +93,11 @@ def open_deepspeed(folder: Path, info: Info | None = None) -> Contents:
     divided = len(parts) > 1 or bool(found.layers)
     if divided and found.experts:
         raise CheckpointError(f"{folder}: experts beside pipeline stages or tensor-parallel ranks are not imported")
-    if divided and found.universal:
-        raise CheckpointError(
-            f"{folder}: universal checkpoints of several model-parallel ranks are not imported; give the ZeRO "
-            "checkpoint that it was made from"
-        )
     if info is not None and max(len(found.layers), 1 if found.layers else len(parts)) < 2:
         raise CheckpointError(
             f"{folder} has no tensor-parallel ranks, so it has no use for another {INFO}; leave it out"
         )
-    if found.layers:
+    if found.layers or ((divided or found.universal) and is_pipeline(parts[0])):
         return open_stages(parts, found.layers, info)
     if divided:
         return open_tensor_parts(parts, info)

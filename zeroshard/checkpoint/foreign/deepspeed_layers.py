@@ -43,7 +43,7 @@ class Layers:
     """The tensors of the layers.
 
     Attributes:
-        held: them, by tensor-parallel rank, number of the layer, and name.
+        held: them, by tensor-parallel rank, number of the layer, and name; empty if there are no files.
         frozen: numbers of the layers that no rank has names of.
     """
 
@@ -92,14 +92,15 @@ class Layers:
             part: the tensor-parallel rank.
             with_frozen: add the layers that no rank has names of.
         """
-        return lambda state: self._module(state, self.held[part], self.frozen if with_frozen else frozenset())
+        layers = self.held[part] if self.held else {}
+        return lambda state: self._module(state, layers, self.frozen if with_frozen else frozenset())
 
     @staticmethod
     def _module(
         state: Mapping[str, Any], layers: Mapping[int, Mapping[Any, Any]], more: frozenset[int]
     ) -> dict[str, Any]:
         numbers = sorted(_numbers(state) | more)
-        found = {f"{number}.{key}": value for number in numbers for key, value in layers[number].items()}
+        found = {f"{number}.{key}": value for number in numbers for key, value in layers.get(number, {}).items()}
         shapes = dict(_shapes(state))
         for name in names_of(state):
             match = TIED.fullmatch(name)

@@ -23,11 +23,17 @@ from typing import Any
 
 from zeroshard.checkpoint.foreign.contents import Contents, Group
 from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, check_one_save, mapping
-from zeroshard.checkpoint.foreign.deepspeed_flat import open_flat
 from zeroshard.checkpoint.foreign.deepspeed_layers import TIED, LayerFiles, Layers, names_of
 from zeroshard.checkpoint.foreign.deepspeed_tensors import Info, joined_parts
+from zeroshard.checkpoint.foreign.deepspeed_universal import open_rank
 from zeroshard.checkpoint.foreign.torchzip import load
 from zeroshard.errors import CheckpointError
+
+
+def is_pipeline(files: Files) -> bool:
+    """Whether a model-parallel rank is one of a pipeline, which stores weights by layer."""
+    path = files.model[0]
+    return mapping(load(path), path, "the content").get("module", {}) is None
 
 
 def open_stages(ranks: Sequence[Files], layers: LayerFiles, info: Info | None) -> Contents:
@@ -35,19 +41,28 @@ def open_stages(ranks: Sequence[Files], layers: LayerFiles, info: Info | None) -
 
     Args:
         ranks: the files of each model-parallel rank.
-        layers: the files of the layers.
+        layers: the files of the layers; a universal checkpoint has none.
         info: how tensor-parallel ranks were cut, in place of the checkpoint's own; None for that.
 
     Raises:
         CheckpointError: files are missing or damaged, stages differ, or nothing says how weights were cut.
     """
     where = ranks[0].folder
+    if not layers and not ranks[0].universal:
+        raise CheckpointError(f"{where} holds the ranks of a pipeline, but its layers are missing (layer_*_states.pt)")
     states = [mapping(load(files.model[0]), files.model[0], "the content") for files in ranks]
-    grid = _grid(states, len(layers), where)
+    different = len({frozenset(names_of(state)) for state in states})
+    grid = _grid(states, len(layers) or len(states) // different, where)
     held = Layers.read(layers, states, where)
     found = [_stage(number, [ranks[rank] for rank in stage], held, info) for number, stage in enumerate(grid)]
     check_one_save(found, where)
-    return _joined(found, where)
+    contents = _joined(found, where)
+    if layers:
+        return contents
+    gone = (
+        "dtypes of the forward, frozen weights and buffers: a universal checkpoint of a pipeline has no file of a layer"
+    )
+    return replace(contents, left_out=(*contents.left_out, gone))
 
 
 def _joined(found: Sequence[Contents], where: Path) -> Contents:
@@ -95,7 +110,7 @@ def _grid(states: Sequence[Mapping[str, Any]], parts: int, where: Path) -> list[
 def _stage(number: int, ranks: Sequence[Files], layers: Layers, info: Info | None) -> Contents:
     """The contents of one stage. The first one gets the layers that none has trained parameters of."""
     commons = [Common.read(files, layers.module_of(part, number == 0)) for part, files in enumerate(ranks)]
-    return open_flat(ranks[0], commons[0]) if len(ranks) == 1 else joined_parts(ranks, commons, info)
+    return open_rank(ranks[0], commons[0], 1) if len(ranks) == 1 else joined_parts(ranks, commons, info)
 
 
 def _named_here(name: str) -> str:

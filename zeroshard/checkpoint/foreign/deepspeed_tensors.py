@@ -19,7 +19,7 @@ from typing import Any
 
 from zeroshard.checkpoint.foreign.contents import Contents, Parameter
 from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, check_one_save
-from zeroshard.checkpoint.foreign.deepspeed_flat import open_flat
+from zeroshard.checkpoint.foreign.deepspeed_universal import open_rank
 from zeroshard.checkpoint.foreign.stored import Copies, Joined, Lazy, Mean, Piece, Tile, Tiled, numel
 from zeroshard.errors import CheckpointError
 
@@ -65,7 +65,7 @@ def joined_parts(ranks: Sequence[Files], commons: Sequence[Common], info: Info |
     cuts = _Cuts.read(commons[0], info)
     # DeepSpeed tells of shared parameters in the file of rank 0 only.
     commons = [replace(common, aliases=commons[0].aliases) for common in commons]
-    found = [open_flat(files, common) for files, common in zip(ranks, commons, strict=True)]
+    found = [open_rank(files, common, len(ranks)) for files, common in zip(ranks, commons, strict=True)]
     first, where = found[0], ranks[0].folder
     check_one_save(found, where)
     names = list(first.parameters)
@@ -76,7 +76,12 @@ def joined_parts(ranks: Sequence[Files], commons: Sequence[Common], info: Info |
     return replace(
         first,
         origin=f"{first.origin}, {len(found)} tensor-parallel parts",
-        parameters={name: _joined(name, [one.parameters[name] for one in found], cuts, where) for name in names},
+        parameters={
+            name: parameter
+            if parameter.trainable and ranks[0].universal  # DeepSpeed's converter has joined it
+            else _joined(name, [one.parameters[name] for one in found], cuts, where)
+            for name, parameter in first.parameters.items()
+        },
         buffers={name: cuts.buffer(name, [one.buffers[name] for one in found], where) for name in first.buffers},
         complete=all(contents.complete for contents in found),
         left_out=tuple(dict.fromkeys(line for contents in found for line in contents.left_out)),

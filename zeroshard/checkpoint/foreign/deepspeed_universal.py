@@ -4,8 +4,10 @@
     zero/NAME/step.pt                              some versions
     zero/optimizer_state.pt                        hyper-parameters and loss scale
 
-DeepSpeed's converter also writes buffers, aliases and frozen parameters into such folders, in fp32; they are read from
-the model file, which has them in their own dtypes.
+Tensor-parallel ranks and pipeline stages are joined there, but `mp_rank_MM_model_states.pt` tells the shapes that each
+rank had. The layers' files of pipelines are not copied, so that the forward's dtype, buffers and frozen weights are
+missing. DeepSpeed's converter also writes buffers, aliases and frozen parameters into such folders, in fp32; they are
+read from the model file, which has them in their own dtypes.
 """
 
 from __future__ import annotations
@@ -14,14 +16,26 @@ from pathlib import Path
 
 from zeroshard.checkpoint.foreign.contents import Contents, Parameter
 from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, mapping, scaler_of
-from zeroshard.checkpoint.foreign.deepspeed_flat import WEIGHT, RankState, frozen_3, groups_of
+from zeroshard.checkpoint.foreign.deepspeed_flat import WEIGHT, RankState, frozen_3, groups_of, open_flat
 from zeroshard.checkpoint.foreign.stored import Joined, Lazy, Piece, StoredTensor, numel
 from zeroshard.checkpoint.foreign.torchzip import load
 from zeroshard.errors import CheckpointError
 
 
-def open_universal(files: Files, common: Common) -> Contents:
-    """The contents of a universal checkpoint. Raises CheckpointError."""
+def open_rank(files: Files, common: Common, parts: int) -> Contents:
+    """The contents of one model-parallel rank: of a universal checkpoint, or its part of another one.
+
+    Args:
+        parts: the number of tensor-parallel ranks.
+
+    Raises:
+        CheckpointError: files are missing or damaged.
+    """
+    return open_universal(files, common, parts) if files.universal else open_flat(files, common)
+
+
+def open_universal(files: Files, common: Common, parts: int = 1) -> Contents:
+    """The contents of a universal checkpoint; of several `parts`, trained parameters are whole, others are not."""
     folder = files.folder / "zero"
     path = folder / "optimizer_state.pt"
     state = RankState(path, mapping(load(path), path, "the content"))
@@ -31,7 +45,7 @@ def open_universal(files: Files, common: Common) -> Contents:
     parameters: dict[str, Parameter] = {}
     for index, shapes in enumerate(common.shapes):
         for name, shape in shapes.items():
-            parameters[name] = _parameter(folder, name, shape, steps.get(index), common)
+            parameters[name] = _parameter(folder, name, shape, steps.get(index), common, parts)
     if stage == 3:
         parameters |= frozen_3(files, common, len(files.model))
         left_out += [f"{name}: it was excluded at the save" for name in common.excluded(parameters)]
@@ -53,7 +67,9 @@ def _steps(state: RankState, stage: int) -> dict[int, float | None]:
     return {index: state.step(index) for index in mapping(state.base().get("state"), state.path, "state")}
 
 
-def _parameter(folder: Path, name: str, shape: tuple[int, ...], step: float | None, common: Common) -> Parameter:
+def _parameter(
+    folder: Path, name: str, shape: tuple[int, ...], step: float | None, common: Common, parts: int
+) -> Parameter:
     home = folder / name
     if not home.is_dir():
         raise CheckpointError(f"{home}: there is no such folder, so parameter {name!r} is missing")
@@ -66,7 +82,7 @@ def _parameter(folder: Path, name: str, shape: tuple[int, ...], step: float | No
         if key == "step":
             step = float(value.read().item()) if isinstance(value, StoredTensor) and numel(value.shape) == 1 else step
             continue
-        found[key] = _whole(file, value, shape)
+        found[key] = _whole(file, value, shape) if parts == 1 else _of_parts(file, value, shape, parts)
     weight = found.pop(WEIGHT, None)
     if weight is None:
         raise CheckpointError(f"{home} has no fp32.pt: the weights of {name!r} are missing")
@@ -81,7 +97,17 @@ def _whole(file: Path, value: object, shape: tuple[int, ...]) -> Lazy:
         return Joined(shape, (Piece(tensor, 0, numel(shape)),), tensor.dtype)
     if tensor.shape != shape:
         raise CheckpointError(
-            f"{file} has shape {list(tensor.shape)}, not {list(shape)} (padded vocabularies and tensor-parallel parts "
-            "are not imported)"
+            f"{file} has shape {list(tensor.shape)}, not {list(shape)} (padding of a vocabulary was removed? give the "
+            "checkpoint that it was made from)"
         )
+    return tensor
+
+
+def _of_parts(file: Path, value: object, part: tuple[int, ...], parts: int) -> Lazy:
+    """A tensor that the converter has joined, of parts of which one has the shape `part`."""
+    tensor = value.get("param") if isinstance(value, dict) else value
+    if not isinstance(tensor, StoredTensor):
+        raise CheckpointError(f"{file} holds no tensor")
+    if len(tensor.shape) != len(part):
+        raise CheckpointError(f"{file} has shape {list(tensor.shape)}, but its {parts} parts have {len(part)} dims")
     return tensor
