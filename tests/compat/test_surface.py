@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import zeroshard.errors
+from tests.support.distributed import run_ranks
 
 deepspeed = pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
 
@@ -202,6 +205,20 @@ def test_copies_for_saving_keep_tied_weights_tied() -> None:
     assert copied["c"].untyped_storage().nbytes() == 12
     assert torch.equal(copied["a"], weight)
     assert copied["a"].data_ptr() != weight.data_ptr()
+
+
+def _copied_in_parts(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    whole = [torch.arange(8.0).reshape(4, 2) + number for number in range(3)]
+    parts = [distribute_tensor(value, mesh, [Shard(number % 2)]) for number, value in enumerate(whole)]
+    copied = deepspeed.checkpoint.utils.clone_tensors_for_torch_save({"all": parts, "tied": parts[1]})
+    assert all(torch.equal(found, value) for found, value in zip(copied["all"], whole, strict=True))
+    assert copied["tied"] is copied["all"][1]
+
+
+def test_copies_for_saving_have_whole_tensors_in_place_of_parts() -> None:
+    """Those of one shape, too: a DTensor has no address by which to tell it from others."""
+    run_ranks(2, _copied_in_parts)
 
 
 def test_imports_nothing_heavy_until_it_is_used() -> None:

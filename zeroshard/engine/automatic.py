@@ -31,6 +31,7 @@ from zeroshard.planner.machine.hardware import Cluster, find_gpu, parse_cluster
 from zeroshard.planner.predict.tiers import Offload
 from zeroshard.planner.trace.meta_copy import meta_copy
 from zeroshard.planner.trace.sources import guessed_batch
+from zeroshard.sharding.dtensors import holder_of
 from zeroshard.sharding.units import UnitSpec
 
 _LOGGER = logging.getLogger("zeroshard")
@@ -162,7 +163,8 @@ def _free(model: nn.Module, device: torch.device, limit: float | None, host: int
         return free, None
     free, _ = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    given_back = sum({p.data_ptr(): p.nbytes for p in model.parameters() if p.device == device}.values())
+    held = [holder_of(parameter) for parameter in model.parameters()]
+    given_back = sum({part.data_ptr(): part.nbytes for part in held if part.device == device}.values())
     free += idle + given_back - (COMMUNICATORS if world_size() > 1 else 0)
     try:
         card = find_gpu(torch.cuda.get_device_name(device))

@@ -24,6 +24,7 @@ from zeroshard.engine.saving.checkpoints import ClientState
 from zeroshard.engine.saving.saved_model import persistent_buffers
 from zeroshard.engine.step.attached import find_optimizer
 from zeroshard.errors import UsageError, ZeroShardWarning
+from zeroshard.sharding.dtensors import has_dtensors
 
 __getattr__, __dir__ = lazy(__name__, {})
 
@@ -201,7 +202,8 @@ class DeepSpeedEngine(Engine):
     ) -> dict[str, torch.Tensor] | None:
         """The model's state dict in compute dtype, on the CPU of rank 0; None on other ranks. Called by all ranks.
 
-        Tied weights share their memory.
+        Tied weights share their memory. Of a model whose ranks have parts of weights other ranks get an empty one:
+        in place of None `save_pretrained` would put the parts together, and wait for rank 0.
         """
         self._rest()
         handle = handle_of(self.module)
@@ -217,7 +219,7 @@ class DeepSpeedEngine(Engine):
             if kept and name not in frozen:
                 state[name] = value.clone()
         if not kept:
-            return None
+            return {} if has_dtensors(self.module) else None
         state |= {alias: state[name] for alias, name in handle.plan.aliases.items() if name in state}
         return state | {name: buffer.detach().cpu() for name, buffer in persistent_buffers(self.module).items()}
 
