@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zeroshard.errors import PlanError
 from zeroshard.mesh import TENSOR
 from zeroshard.model_plan import AUTOTP, SPECS, check_heads, expanded, own_plan
-from zeroshard.sharding.dtensors import axes_of_model
+from zeroshard.sharding.dtensors import ranks_of_axis
 from zeroshard.sharding.resting import is_resting
 from zeroshard.sharding.unowned import unowned_shard_of
 from zeroshard.sharding.unowned_values import take_whole
@@ -47,9 +47,13 @@ def divide_by_plan(
         By the id of each parameter that the model had, the one that it has in its place.
 
     Raises:
-        PlanError: the world, the heads or a dim does not divide by `ranks`; the model brings no plan.
+        PlanError: the world, the heads or a dim does not divide by `ranks`; the model brings no plan of its layers, or
+            is divided over another number of ranks already.
     """
-    if TENSOR in axes_of_model(model):
+    already = ranks_of_axis(model, TENSOR)
+    if already not in (1, ranks):
+        raise PlanError(f"{AUTOTP} is {ranks}, but the model is divided over {already} ranks already; change {AUTOTP}")
+    if already > 1:
         return {}
     world = dist.get_world_size() if dist.is_initialized() else 1
     absent = next((name for name, one in model.named_parameters() if _has_no_values(one)), None)
@@ -64,13 +68,13 @@ def divide_by_plan(
     plan = None if partition is not None else own_plan(model)
     apply = None if plan is None else _applying()
     layers = {} if partition is None else _layers_of(model, partition, all_of_it=not staged)
+    styles = {} if plan is None else _styles_of(model, plan)
     before = dict(model.named_parameters(remove_duplicate=False))
     mesh = init_device_mesh(device_type, (world // ranks, ranks), mesh_dim_names=("dp_shard", "tp"))
     if plan is None or apply is None:
         _take_whole(model, layers)
         _divide_layers(model, mesh["tp"], layers)
     else:
-        styles = expanded(model, plan)
         shared = any(is_resting(one) for one in model.parameters())
         for paths, some in _by_module(model, styles) if shared else [((), styles)]:
             _take_whole(model, paths)
@@ -84,6 +88,16 @@ def divide_by_plan(
 
 def _has_no_values(parameter: nn.Parameter) -> bool:
     return parameter.is_meta or (is_resting(parameter) and unowned_shard_of(parameter) is None)
+
+
+def _styles_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    styles = expanded(model, plan)
+    if not styles:
+        raise PlanError(
+            f"{AUTOTP}: the plan that {type(model).__name__} brings names no layer of it; a model with adapters, or "
+            f"inside of another one, can't be divided by it: leave {AUTOTP} out"
+        )
+    return styles
 
 
 def _by_module(model: nn.Module, styles: Mapping[str, str]) -> list[tuple[tuple[str, ...], dict[str, str]]]:

@@ -98,20 +98,12 @@ def test_a_transformers_model_is_divided_by_its_own_plan(kind: str, stage: int, 
     run_ranks(2, _trained, kind, stage, shared)
 
 
-def _pretrained(base: str, divided: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    more: dict[str, Any] = {"distributed_config": DistributedConfig(tp_plan="auto")} if divided else {}
-    return AutoModelForCausalLM.from_pretrained(Path(base, "start"), dtype="float32", **more)
-
-
 def _by_trainer(rank: int, world: int, base: str, stage: int) -> tiny.Run:
     """A script for Trainer, whose config divides the model by its plan."""
     if world == 1:
         tiny.model("llama").save_pretrained(tiny.shared_folder(base, "start"))
     folder = tiny.shared_folder(base, f"run{world}-{stage}")
-    model = _pretrained(base, divided=False)  # before a config at stage 3 is live, under which transformers can't
+    model = tiny.pretrained(base, divided=False)  # before a config at stage 3 is live, under which transformers can't
     config = {"tensor_parallel": {"autotp_size": world}}
     arguments = tiny.arguments(
         folder,
@@ -135,15 +127,9 @@ def test_trainer_divides_a_model_by_its_plan_and_trains_as_one_process_does(stag
     wanted = run_ranks(1, _by_trainer, base, stage)[0]
     for found in run_ranks(2, _by_trainer, base, stage):
         assert found.largest_gap(wanted) < 2e-5
-    saved, whole = (_weights(tmp_path / f"model{world}-{stage}") for world in (2, 1))
+    saved, whole = (tiny.saved_weights(tmp_path / f"model{world}-{stage}") for world in (2, 1))
     assert saved.keys() == whole.keys()
     assert all(torch.allclose(value, saved[name], atol=1e-5) for name, value in whole.items())
-
-
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
 
 
 def _by_accelerate(rank: int, world: int, base: str) -> list[float]:
@@ -151,7 +137,7 @@ def _by_accelerate(rank: int, world: int, base: str) -> list[float]:
 
     if world == 1:
         tiny.model("llama").save_pretrained(tiny.shared_folder(base, "start"))
-    model = _pretrained(base, divided=world > 1)
+    model = tiny.pretrained(base, divided=world > 1)
     options: dict[str, Any] = {}
     if world > 1:
         config = tiny.ds_config(2, train_micro_batch_size_per_gpu=2, gradient_clipping=1.0)

@@ -83,6 +83,22 @@ def model_config(kind: str = "llama", **changes: Any) -> Any:
     )
 
 
+def pretrained(base: str, divided: bool) -> Any:
+    """The model that was saved in the folder `start`, in fp32; divided over all ranks by its own plan, if asked."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    more: dict[str, Any] = {"distributed_config": DistributedConfig(tp_plan="auto")} if divided else {}
+    return AutoModelForCausalLM.from_pretrained(Path(base, "start"), dtype="float32", **more)
+
+
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """What `save_pretrained` wrote into one file."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
 def samples(count: int = 32) -> list[dict[str, list[int]]]:
     """Tokenised sentences."""
     made = tokenizer()

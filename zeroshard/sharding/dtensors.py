@@ -176,6 +176,12 @@ def axes_of_model(model: nn.Module) -> frozenset[str]:
     return frozenset(axis for parameter in model.parameters() for axis, _ in _model_groups(parameter))
 
 
+def ranks_of_axis(model: nn.Module, axis: str) -> int:
+    """The number of ranks over which the model divides parameters along an axis; 1 where it divides none."""
+    groups = (ranks for parameter in model.parameters() for name, ranks in _model_groups(parameter) if name == axis)
+    return max(map(len, groups), default=1)
+
+
 def has_dtensors(model: nn.Module) -> bool:
     """Whether the model divides any of its parameters."""
     return any(as_dtensor(parameter) is not None for parameter in model.parameters())

@@ -12,6 +12,7 @@ from torch import nn
 import zeroshard
 from deepspeed import _config
 from deepspeed._adalora import AdaptersBetweenSteps, find_adapters
+from deepspeed._divided import begin_watch, with_tensor_ranks
 from deepspeed._lightning import divides_loss
 from deepspeed._optimizer import describe_optimizer, stand_for_client
 from deepspeed._parameters import describe, enables_checks
@@ -27,6 +28,8 @@ from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.from_config import EngineKinds, build_engine
+
+_end_watch = begin_watch()  # accelerate reaches for `initialize` when it prepares a loader, before any forward
 
 
 def initialize(
@@ -53,6 +56,7 @@ def initialize(
         Engine, optimizer, loader and scheduler; what there is none of is None.
     """
     source = config if config is not None else config_params
+    _end_watch()
     if source is None:
         source = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if source is None:
@@ -121,7 +125,7 @@ def _understood(document: Document, products: Mapping[str, Any] | None, *, optim
     Args:
         products: the section `fp8` of torchao's layers, if the model had some.
     """
-    values = _config.understood(document.root, optimizer=optimizer)
+    values = with_tensor_ranks(_config.understood(document.root, optimizer=optimizer), document.root)
     if products is not None:
         values["fp8"] = dict(products)
         if not (_enabled(values, "bf16") or _enabled(values, "fp16")):
