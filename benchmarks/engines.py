@@ -384,7 +384,18 @@ def build_zeroshard(setting: Setting) -> Trainer:
         wire=lambda _: planned(plan()),
         drain=lambda: zeroshard.drain(sharded),
         abandon=lambda: abandon(sharded),
+        pass_over_disk=lambda: _pass_over_disk(sharded),
     )
+
+
+def _pass_over_disk(model: nn.Module) -> int:
+    from zeroshard.engine.core.handle import handle_of
+    from zeroshard.nvme.measure import StatePass
+    from zeroshard.nvme.memory import NvmeMemory
+    from zeroshard.plan.placement import Tier
+
+    memory = handle_of(model).runtime.storage.tiers.get(Tier.NVME)
+    return StatePass(memory.volume, memory.used).both() if isinstance(memory, NvmeMemory) else 0
 
 
 def build_initialize(setting: Setting) -> Trainer:

@@ -94,7 +94,8 @@ class Trainer:
     `step` never waits for the device by itself; whether the engine does is what is measured. `outside` are bytes on the
     device that torch's allocator doesn't count; they are added to what it says. `plan` gives the plan that zeroshard
     runs, None for the others. `wire` tells the bytes on the wire of a step, which it may take, as the last one. `drain`
-    waits for updates that run on; `abandon` closes without keeping the parameters.
+    waits for updates that run on; `abandon` closes without keeping the parameters. `pass_over_disk` moves the bytes of
+    the state on disk once in both directions, as a step does, and returns how many; the state is lost with that.
     """
 
     step: Callable[[Sequence[MicroBatch]], torch.Tensor]
@@ -105,6 +106,7 @@ class Trainer:
     wire: Callable[[Callable[[], object]], Wire | None] = lambda _: None
     drain: Callable[[], None] = lambda: None
     abandon: Callable[[], None] = lambda: None
+    pass_over_disk: Callable[[], int] = lambda: 0
 
 
 def model_of(setting: Setting) -> Llama:

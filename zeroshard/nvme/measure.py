@@ -73,16 +73,48 @@ def measure_disk(paths: Sequence[str], nbytes: int, rounds: int = 3) -> DiskRate
         passes.close()
 
 
-class DiskPasses:
+class StatePass:
+    """The way of a step through a state of `nbytes` in a volume, which is overwritten; whole windows only."""
+
+    def __init__(self, volume: Volume, nbytes: int) -> None:
+        self._volume, self._count = volume, nbytes // WINDOW
+        self._memory = torch.frombuffer(_huge_pages(WINDOWS * WINDOW), dtype=torch.uint8)
+        self._memory.random_(0, 256)
+
+    def both(self) -> int:
+        """As zeroshard.optim.windows goes through a step's state, without the update; returns the bytes moved."""
+        if self._count == 0:
+            return 0
+        reads, writes = {0: self._start_rows(0, write=False)}, dict[int, list[Pending]]()
+        for number in range(self._count):
+            following = number + 1
+            if following < self._count:
+                _wait(writes.pop(following - WINDOWS, ()))
+                reads[following] = self._start_rows(following, write=False)
+            _wait(reads.pop(number))
+            writes[number] = self._start_rows(number, write=True)
+        for pending in writes.values():
+            _wait(pending)
+        return 2 * self._count * WINDOW
+
+    def _start_rows(self, number: int, *, write: bool) -> list[Pending]:
+        address, row = self._memory.data_ptr() + number % WINDOWS * WINDOW, WINDOW // _ROWS
+        return [
+            self._volume.start(
+                write=write, at=(which * self._count + number) * row, address=address + which * row, nbytes=row
+            )
+            for which in range(_ROWS)
+        ]
+
+
+class DiskPasses(StatePass):
     """Ways through files in some folders; each returns the bytes that it moved. Raises as `measure_disk`."""
 
     def __init__(self, paths: Sequence[str], nbytes: int) -> None:
-        spill, self._count = Spill(tuple(paths)), max(WINDOWS, nbytes // WINDOW)
-        share = nbytes_per_file(self._count * WINDOW, len(spill.paths))
+        spill, nbytes = Spill(tuple(paths)), max(WINDOWS, nbytes // WINDOW) * WINDOW
+        share = nbytes_per_file(nbytes, len(spill.paths))
         self._files = [SpillFile(path, 0, share) for path in spill.paths]
-        self._volume = Volume(self._files, best_transfers())
-        self._memory = torch.frombuffer(_huge_pages(WINDOWS * WINDOW), dtype=torch.uint8)
-        self._memory.random_(0, 256)
+        super().__init__(Volume(self._files, best_transfers()), nbytes)
         self._content = os.urandom(_BLOCK)
         self.write()
 
@@ -116,20 +148,6 @@ class DiskPasses:
     def read(self) -> int:
         return self._one_way(write=False)
 
-    def both(self) -> int:
-        """As zeroshard.optim.windows goes through a step's state, without the update."""
-        reads, writes = {0: self._start_rows(0, write=False)}, dict[int, list[Pending]]()
-        for number in range(self._count):
-            following = number + 1
-            if following < self._count:
-                _wait(writes.pop(following - WINDOWS, ()))
-                reads[following] = self._start_rows(following, write=False)
-            _wait(reads.pop(number))
-            writes[number] = self._start_rows(number, write=True)
-        for pending in writes.values():
-            _wait(pending)
-        return 2 * self._count * WINDOW
-
     def _one_way(self, *, write: bool) -> int:
         pending: dict[int, Pending] = {}
         for number in range(self._count):
@@ -143,15 +161,6 @@ class DiskPasses:
     def _start(self, number: int, *, write: bool) -> Pending:
         address = self._memory.data_ptr() + number % WINDOWS * WINDOW
         return self._volume.start(write=write, at=number * WINDOW, address=address, nbytes=WINDOW)
-
-    def _start_rows(self, number: int, *, write: bool) -> list[Pending]:
-        address, row = self._memory.data_ptr() + number % WINDOWS * WINDOW, WINDOW // _ROWS
-        return [
-            self._volume.start(
-                write=write, at=(which * self._count + number) * row, address=address + which * row, nbytes=row
-            )
-            for which in range(_ROWS)
-        ]
 
     def _plain(self, threads: int, *, write: bool) -> int:
         """All files, block by block, each thread with blocks of its own."""
