@@ -130,6 +130,7 @@ class TrainingEngine(nn.Module, AnswersSettings, AsksSizes, AnswersPlace):
                 obj=self,
             ) from error
 
+    @torch.compiler.disable(recursive=False)  # torch.compile(engine) compiles the model
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, under torch.autocast where the config says so."""
         dtype = self._options.autocast

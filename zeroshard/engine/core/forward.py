@@ -36,6 +36,7 @@ class Forward:
         inside: the module at which the running forward began; None between forwards.
         seen_order: units in the order of the first forward under grad; None once it is no longer recorded.
         repeats: whether a further micro-batch passes a unit, in the same order as the first one.
+        compiled: whether compiled code runs units without their hooks (see module_hooks); all units rest whole then.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Forward:
         self.seen_order: list[int] | None = []
         self._saw_whole_model = False
         self.repeats = False
+        self.compiled = False
 
     def adopt(self, cursor: Cursor) -> None:
         """Walk another list from the next pass on."""
@@ -165,9 +167,26 @@ class Forward:
                 self.post_forward(self._root, output)
             self.inside = self._part = None
 
+    @torch.compiler.assume_constant_result
+    def expect_compiled(self) -> bool:
+        """torch.compile leaves out hooks of units, in this pass and in later ones. It calls this while it traces."""
+        if not self.compiled:
+            self.compiled = True
+            self._use_all()
+        return True
+
+    def _use_all(self) -> None:
+        """Make all units whole at once; the engine will see the backward of the whole pass only."""
+        for unit in self._units:
+            self._parameters.use(unit.index)
+        if self._tracker.current is not None:
+            self._tracker.current.unordered = True
+
     def _begin_at(self, module: int) -> None:
         self.inside, self._nested = module, 0
         self.pre_forward(self._root)
+        if self.compiled:
+            self._use_all()
 
     def _ends_nested(self, module: int) -> bool:
         """Whether only a nested forward of the same module has ended, so that the pass goes on."""

@@ -1,11 +1,11 @@
-"""Registers the runtime's hooks on the modules of a model. They run outside of compiled code and before user hooks."""
+"""Registers the runtime's hooks on the modules of a model. They run before user hooks."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.forward import Forward
 from zeroshard.engine.core.interrupted import is_nested_call
+from zeroshard.engine.core.module_hooks import Hook, OutsideHook, PassHook, WholeUnitHook, registrable
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.memory.guard import sharded_value
 from zeroshard.errors import UsageError, ZeroShardError
@@ -22,11 +23,6 @@ from zeroshard.plan.dtypes import is_packed, torch_dtype
 from zeroshard.sharding.marks import external_parameters
 from zeroshard.sharding.opaque import reachable_parameters, takes_hooks
 from zeroshard.sharding.units import unit_of
-
-_UNTRACED = (
-    "zeroshard gathers and releases the parameters of a sharded model between its units, outside of compiled code. "
-    "Compile it without fullgraph=True"
-)
 
 
 def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
@@ -42,30 +38,40 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         if unit.plan.name == "":
             continue
         module = model.get_submodule(unit.plan.name)
-        before = _outside_of_compiled_code(_entering(runtime.forward.pre_forward, unit.index))
-        after = _outside_of_compiled_code(_after(runtime, unit.index))
+        before = _of_unit(runtime, _entering(runtime.forward.pre_forward, unit.index))
+        after = _of_unit(runtime, _after(runtime, unit.index))
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(after))
     for entry, module in enumerate(_entries(model, runtime)):
         if dtype is not None:
             cast = partial(_cast_inputs, torch_dtype(dtype))
             handles.append(module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
-        enter = _outside_of_compiled_code(_entering_model(runtime.forward, entry))
-        leave = _outside_of_compiled_code(_leaving(runtime.forward.leave, entry))
+        enter = _of_pass(runtime, entry, _entering_model(runtime.forward, entry))
+        leave = _of_pass(runtime, entry, _leaving(runtime.forward.leave, entry))
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
     for module in _parts(model, runtime):
-        enter = _not_in_compiled_code(_entering(runtime.forward.enter_part, id(module)))
-        leave = _not_in_compiled_code(_leaving(runtime.forward.leave_part, id(module)))
+        part = id(module)
+        enter = _of_pass(runtime, part, _entering(runtime.forward.enter_part, part))
+        leave = _of_pass(runtime, part, _leaving(runtime.forward.leave_part, part))
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
     handles.append(model.register_forward_hook(_explain_failure(_has_several_dtypes(runtime)), always_call=True))
     for module in model.modules():
         if takes_hooks(module) and any(True for _ in reachable_parameters(module)):
-            handles.append(module.register_state_dict_pre_hook(_Hook(_before_saving(runtime))))
-            handles.append(module.register_state_dict_post_hook(_Hook(_name_only(runtime))))
-            handles.append(module.register_load_state_dict_pre_hook(_Hook(_before_loading(runtime))))
+            handles.append(module.register_state_dict_pre_hook(Hook(_before_saving(runtime))))
+            handles.append(module.register_state_dict_post_hook(Hook(_name_only(runtime))))
+            handles.append(module.register_load_state_dict_pre_hook(Hook(_before_loading(runtime))))
     return handles
+
+
+def _of_unit(runtime: Runtime, function: Callable[..., None]) -> Callable[..., None]:
+    whole = all(unit.rests_whole for unit in runtime.units)
+    return registrable(WholeUnitHook(function, runtime.forward) if whole else OutsideHook(function))
+
+
+def _of_pass(runtime: Runtime, number: int, function: Callable[..., None]) -> Callable[..., None]:
+    return registrable(PassHook(function, runtime.forward, number))
 
 
 def _before_saving(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
@@ -124,48 +130,6 @@ def _refuse_hidden(runtime: Runtime, module: nn.Module, what: str, cure: str) ->
         path = next((path for path, member in runtime.model.named_modules() if member is module), "")
         why = "rests in fp8 and shows no values" if isinstance(parameter, CodedGuard) else "is sharded and empty here"
         raise UsageError(f"{what}: parameter {f'{path}.{name}'.lstrip('.')!r} {why}; {cure}")
-
-
-class _Hook:
-    """A hook that can't be copied: in a copy of the module it would work on the shards of the original."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Pickle and copy come here. Raises UsageError."""
-        raise UsageError(
-            "a sharded model, or a part of one, can't be copied or pickled (copy.deepcopy, torch.save(model)): its "
-            "shards and communicators belong to it alone. Use zeroshard.full_state_dict(model) for its weights, which "
-            "a model that is not sharded loads, and zeroshard.save(model, directory) to go on training"
-        )
-
-
-class _UntracedHook(_Hook):
-    """A hook that compiled code ends before: a tracer that came into `__call__` would compile it anew for each hook."""
-
-    # torch.compile shows the reason if it is not allowed to break the graph.
-    @torch.compiler.disable(reason=_UNTRACED)
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
-
-
-def _outside_of_compiled_code(hook: Callable[..., None]) -> _Hook:
-    return _UntracedHook(hook)
-
-
-def _not_in_compiled_code(hook: Callable[..., None]) -> _Hook:
-    """A hook that is left out of compiled code: such code runs within a forward that has begun already, and the hook
-    would break its graph."""
-
-    def eager(*args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            hook(*args)
-
-    return _Hook(eager)
 
 
 def _entries(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
