@@ -43,6 +43,25 @@ def test_a_checkpoint_of_four_ranks_loads_in_any_other_layout(tmp_path: Path) ->
     run_ranks(4, _moved, str(tmp_path), [Layout(*shape, stage) for shape, stage in shapes], False, timeout=900)
 
 
+def _goes_on(rank: int, world: int, folder: str) -> None:
+    for stage in range(1, 4):
+        states = []
+        for saves in (True, False):
+            model, optimizer = sharded(Layout(2, 2, stage))
+            train(model, optimizer, Layout(2, 2, stage).reader, range(1))
+            if saves:
+                zeroshard.save(model, folder, f"stage{stage}")
+            train(model, optimizer, Layout(2, 2, stage).reader, range(1, 3))
+            states.append(whole_state(model))
+            zeroshard.close(model)
+        assert_same(*states, f"stage {stage}")
+
+
+def test_training_goes_on_after_a_checkpoint_of_data_ranks_and_divided_weights(tmp_path: Path) -> None:
+    """Data ranks have shares of other weights, so they exchange other ones while they save."""
+    run_ranks(4, _goes_on, str(tmp_path))
+
+
 def _exported(rank: int, world: int, folder: str) -> None:
     layout = Layout(1, 2, 3)
     model, optimizer = sharded(layout)

@@ -82,7 +82,6 @@ def _exchanged(handle: Handle, cut: Cut, stripes: Stripes, piece: Piece, first: 
     nbytes = width * piece.info.dtype.itemsize
     out = torch.empty(cut.ranks * own * nbytes, dtype=torch.uint8, device=handle.device)
     over = handle.comm.gathers[(cut.axis,)]
-    handle.comm.log.record("all-to-all", label, (last - first) * nbytes)
     over.wait(
         over.all_to_all(
             out, data, [own * nbytes] * cut.ranks, [count * nbytes for count in rows], label, (last - first) * nbytes
