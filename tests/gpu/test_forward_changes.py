@@ -15,6 +15,7 @@ from zeroshard.engine.core.delayed_reads import DELAY
 from zeroshard.errors import UsageError
 from zeroshard.plan.builder import Precision
 from zeroshard.plan.placement import STAGES
+from zeroshard.plan.policy import HostUpdate
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
@@ -35,16 +36,20 @@ class _Block(nn.Module):
         return torch.relu(self.linear(values))
 
 
-def _train(rank: int, stage: int, write: Write, *, waits: bool = False) -> torch.Tensor:
+def _train(
+    rank: int, stage: int, write: Write, *, waits: bool = False, offload: zeroshard.Offload | None = None
+) -> torch.Tensor:
     device = torch.device("cuda", rank % GPUS)
     torch.manual_seed(0)
     model = nn.Sequential(*(_Block(write) for _ in range(3)))
-    recipe = zeroshard.Recipe(sharding=STAGES[stage], precision=Precision(param="bfloat16", master="float32"))
+    precision = Precision(param="bfloat16", master="float32")
+    recipe = zeroshard.Recipe(sharding=STAGES[stage], precision=precision, offload=offload)
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), plan=recipe, device=device)
     batch = torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)
     try:
         for step in range(STEPS):
-            torch.cuda.set_sync_debug_mode("default" if waits or step == 0 else "error")  # tables of kernels come first
+            may_wait = waits or offload is not None or step == 0  # tables of kernels come first
+            torch.cuda.set_sync_debug_mode("default" if may_wait else "error")
             model(batch).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -62,6 +67,15 @@ def _follows(rank: int, world: int) -> None:
         assert torch.equal(noted, unnoted), stage
 
 
+def _follows_off_device(rank: int, world: int) -> None:
+    for stage in (1, 2):
+        for update in HostUpdate:
+            offload = zeroshard.Offload(update=update)
+            noted = _train(rank, stage, lambda weight: weight.clamp_(-0.02, 0.02), offload=offload)
+            unnoted = _train(rank, stage, lambda weight: weight.data.clamp_(-0.02, 0.02), offload=offload)
+            assert torch.equal(noted, unnoted), (stage, update)
+
+
 def _refuses(rank: int, world: int) -> None:
     with pytest.raises(UsageError, match="weight' was changed in place"):
         _train(rank, 3, lambda weight: weight.data.clamp_(-0.02, 0.02))
@@ -70,6 +84,10 @@ def _refuses(rank: int, world: int) -> None:
 
 def test_master_weights_follow_writes_on_whole_weights() -> None:
     run_ranks(1, _follows, backend=BACKEND, timeout=120)
+
+
+def test_master_weights_in_host_memory_follow_writes_on_whole_weights() -> None:
+    run_ranks(1, _follows_off_device, backend=BACKEND, timeout=120)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs GPUs over which parameters are sharded")
