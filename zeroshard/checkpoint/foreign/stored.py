@@ -271,8 +271,8 @@ class Tiled:
 
 
 @dataclass(frozen=True)
-class Copies:
-    """A tensor that is there several times. Reads raise CheckpointError, with `told`, if the copies differ in a bit."""
+class _OfRanks:
+    """Tensors of one shape and dtype, one of each rank. `told` is for messages."""
 
     of: tuple[Lazy, ...]
     told: str
@@ -287,6 +287,10 @@ class Copies:
     @property
     def dtype(self) -> torch.dtype:
         return self.of[0].dtype
+
+
+class Copies(_OfRanks):
+    """A tensor that is there several times. Reads raise CheckpointError, with `told`, if the copies differ in a bit."""
 
     def read(self) -> torch.Tensor:
         whole = self.of[0].read()
@@ -309,23 +313,8 @@ class Copies:
                 raise CheckpointError(f"{self.told}: the values of ranks 0 and {number} differ")
 
 
-@dataclass(frozen=True)
-class Mean:
-    """The mean of several tensors. `told` is for messages."""
-
-    of: tuple[Lazy, ...]
-    told: str
-
-    def __post_init__(self) -> None:
-        _check_alike(self.of, self.told)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.of[0].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.of[0].dtype
+class Mean(_OfRanks):
+    """The mean of several tensors."""
 
     def read(self) -> torch.Tensor:
         return self.read_flat(0, numel(self.shape)).reshape(self.shape)
