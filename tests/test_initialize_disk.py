@@ -19,6 +19,7 @@ AIO = {
     "block_size": 1048576,
     "queue_depth": 16,
     "intra_op_parallelism": 2,
+    "thread_count": 1,
     "single_submit": True,
     "overlap_events": True,
 }

@@ -62,10 +62,6 @@ def understood(raw: Mapping[str, Any], *, optimizer: bool) -> dict[str, Any]:
         if place.get(last, "auto") == "auto":
             # Sizes are made from a model's hidden size there, and are 0.9 times a whole number.
             place[last] = int(value) if key is not None and key.kind == "int" and isinstance(value, float) else value
-    aio = values.get("aio")
-    if isinstance(aio, dict) and "thread_count" in aio:  # Lightning writes it always, under the name it once had
-        aio.setdefault("intra_op_parallelism", aio.pop("thread_count"))
-        aio.pop("thread_count", None)
     zero = values.get("zero_optimization")
     if isinstance(zero, dict):
         # DeepSpeed's overlap_comm concerns the backward, where zeroshard always overlaps. Ours lets the gathers of a
