@@ -272,7 +272,7 @@ class GraphedStep:
         runtime.parking.refuse("a step")
         streams.begin_epoch()
         runtime.inspection.before_pass()
-        runtime.inspection.take_over()
+        runtime.take_over()
         for static, given in zip(graph.inputs, inputs, strict=True):
             static.copy_(given)
         if self._beside is not None:

@@ -38,9 +38,9 @@ class _Disk:
         return NvmeMemory(self._spill, self._rank, disk_nbytes(plan), make_transfers=lambda: self.transfers)
 
 
-def _model_on(disk: _Disk, folder: Path) -> tuple[nn.Module, ShardedOptimizer]:
+def _model_on(disk: _Disk, folder: Path, stage: int = 3) -> tuple[nn.Module, ShardedOptimizer]:
     model = build(TASK)
-    plan = on_disk(offloaded(recipe(3, "bf16")), [folder])
+    plan = on_disk(offloaded(recipe(stage, "bf16")), [folder])
     return zeroshard.shard(model, adamw(model), plan=plan, tiers={Tier.NVME: disk})
 
 
@@ -86,6 +86,36 @@ def test_an_error_of_one_disk_ends_the_step_of_all_ranks_and_leaves_the_checkpoi
     with disk_folder(tmp_path) as folder:
         run_ranks(2, _one_of_two_fails, folder, tmp_path / "saved")
         run_ranks(2, _gone_on, tmp_path / "saved")
+
+
+def _write_through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)
+
+
+@torch.no_grad()
+def _write_in_place(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.9)
+
+
+def _fails_while_a_write_is_kept(rank: int, world: int, folder: Path) -> None:
+    for write_parameters in (_write_through_data, _write_in_place):
+        for write in (False, True):
+            disk = _Disk(folder, rank, OSError(errno.EIO, "Input/output error"), write=write)
+            model, optimizer = _model_on(disk, folder, stage=2)
+            _step(model, optimizer, 0, rank)
+            write_parameters(model)
+            if rank == 1:
+                disk.transfers.fail_after(0)
+            with pytest.raises(ZeroShardError, match=rf"rank 1: a (read of|write to) its file in {folder} failed"):
+                _step(model, optimizer, 1, rank)
+            zeroshard.close(model)
+
+
+def test_a_disk_that_fails_while_a_write_of_the_user_is_kept_is_named_on_all_ranks(tmp_path: Path) -> None:
+    with disk_folder(tmp_path) as folder:
+        run_ranks(2, _fails_while_a_write_is_kept, folder)
 
 
 ERRORS = [

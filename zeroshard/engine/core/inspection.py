@@ -144,12 +144,11 @@ class Inspection:
                         _refuse(group, index, _FROZEN)
 
     def before_step(self, *, present: bool) -> None:
-        """Raises UsageError for data and gradients that the step would not see.
+        """After `take_over`. Raises UsageError for data and gradients that the step would not see.
 
         Args:
             present: whether the engine holds gradients.
         """
-        self.take_over()
         with unguarded():
             for unit, group in self._groups():
                 self._before_step(unit, group, present)

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from zeroshard.engine.core.disk_failures import Report, disk_failures_to
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.streams import Event, Streams
 from zeroshard.engine.memory.group import Group
@@ -43,7 +44,7 @@ class ParameterReads:
         windows: Sequence[torch.Tensor],
         streams: Streams,
         updates: PendingUpdates,
-        report_failure: Callable[[SpillError], None],
+        report_failure: Report | None,
     ) -> None:
         self._units, self._windows, self._streams = units, windows, streams
         self._updates, self._report_failure = updates, report_failure
@@ -110,11 +111,8 @@ class ParameterReads:
 
     def wait_for(self, index: int) -> None:
         """Wait until a unit has been read. Raises SpillError, after reporting it to all ranks."""
-        try:
+        with disk_failures_to(self._report_failure):
             self._arriving[index].result()
-        except SpillError as error:
-            self._report_failure(error)
-            raise
 
     def shard_in_window(self, index: int, group: Group) -> torch.Tensor:
         """A group's shard in host memory; valid after `wait_for` and until the copy to the device has run."""

@@ -10,13 +10,14 @@ It owns the gather slots. A slot is written on the gather stream and read on the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from zeroshard.comm.collectives import Collectives, Pending
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Channel, Peers
 from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.changes import ForwardChanges
+from zeroshard.engine.core.disk_failures import Report
 from zeroshard.engine.core.gather_steps import GatherSteps
 from zeroshard.engine.core.inspection import Inspection, refuse_replaced
 from zeroshard.engine.core.interrupted import refuse_tracing
@@ -26,7 +27,7 @@ from zeroshard.engine.core.scaled_weights import ScaledWeights
 from zeroshard.engine.core.streams import Buffers, Event, Step, Streams
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.unit import Unit, UnitState
-from zeroshard.errors import SpillError, UsageError
+from zeroshard.errors import UsageError
 from zeroshard.mesh import Axes
 from zeroshard.plan.legs import Stream
 from zeroshard.plan.plan import Plan
@@ -58,7 +59,7 @@ class Parameters:
         log: OperationLog,
         peers: Peers | None = None,
         updates: PendingUpdates | None = None,
-        report_failure: Callable[[SpillError], None] | None = None,
+        report_failure: Report | None = None,
     ) -> None:
         self._peers = peers
         self._updates = PendingUpdates() if updates is None else updates
@@ -71,7 +72,6 @@ class Parameters:
         self.scaled: ScaledWeights | None = None
         """The weights that rest in fp8; None where there are none."""
         self.inspection = Inspection(storage.units)
-        report_failure = _report_to_nobody if report_failure is None else report_failure
         self._reads = ParameterReads(storage.units, storage.read_windows, streams, self._updates, report_failure)
         self.adopt(plan)
 
@@ -408,10 +408,6 @@ class Parameters:
     def _buffer(self, index: int) -> tuple[str, int]:
         slot = self._slots[index]
         return ("whole", index) if slot is None else ("slot", slot)
-
-
-def _report_to_nobody(error: SpillError) -> None:
-    pass
 
 
 def _all_in_gathered_block(unit: Unit) -> bool:

@@ -10,7 +10,7 @@ plans only, never configs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ from zeroshard.engine.core.autograd import NodeOrder, in_backward, made_by_backw
 from zeroshard.engine.core.backward import Backward
 from zeroshard.engine.core.changes import WholeChanges
 from zeroshard.engine.core.cursor import Cursor
+from zeroshard.engine.core.disk_failures import Report, disk_failures_to
 from zeroshard.engine.core.forward import Forward
 from zeroshard.engine.core.gradients import Gradients
 from zeroshard.engine.core.interrupted import refuse_half_done, refuse_transform
@@ -39,7 +40,7 @@ from zeroshard.engine.core.tied import TiedCopies
 from zeroshard.engine.memory.parking import Parkable, Parking
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.unit import Unit
-from zeroshard.errors import SpillError, UsageError
+from zeroshard.errors import UsageError
 from zeroshard.fp8.linear import adopt_codes
 from zeroshard.mesh import Axes
 from zeroshard.plan.accumulation import with_accumulation
@@ -70,9 +71,9 @@ class Runtime:
         reduces: Mapping[Axes, Collectives],
         log: OperationLog,
         peers: Peers | None = None,
-        report_failure: Callable[[SpillError], None] | None = None,
+        report_failure: Report | None = None,
     ) -> None:
-        self.model, self._log = model, log
+        self.model, self._log, self._report_failure = model, log, report_failure
         self.storage = storage
         self.streams = streams
         self.peers = peers
@@ -152,7 +153,7 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         self.parking.refuse("a backward", Parkable.LP_PARAMS, Parkable.LP_GRADS)
-        self.inspection.take_over()
+        self.take_over()
 
     def _recover(self) -> None:
         """Drop what a forward or backward left behind when it ended in an exception."""
@@ -195,9 +196,16 @@ class Runtime:
             refuse_half_done("a step")
         if self._whole_changes.due():
             self.drain()
-            self._whole_changes.update_master_weights()
+            with disk_failures_to(self._report_failure):
+                self._whole_changes.update_master_weights()
         self.gradients.notice_dropped()
+        self.take_over()
         self.inspection.before_step(present=self.gradients.present)
+
+    def take_over(self) -> None:
+        """Update master weights after changes in place. Raises UsageError for changes that would be lost."""
+        with disk_failures_to(self._report_failure):
+            self.inspection.take_over()
 
     def finish_gradients(self) -> None:
         """Reduce all pending gradients; compute then waits for all reduces."""
@@ -328,4 +336,4 @@ class Runtime:
         if self.plan.off_device:
             self.streams.wait_on_host()
         self.parameters.changes.report()
-        self.inspection.take_over()
+        self.take_over()

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.engine.core.disk_failures import disk_failures_to
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.core.parameters import written_buffers
 from zeroshard.engine.core.streams import Event
@@ -30,7 +31,6 @@ from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.update_view import update_grad, update_param
 from zeroshard.engine.step.step_base import regions_of_units
 from zeroshard.engine.step.stepper import HostStepper
-from zeroshard.errors import SpillError
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.updates import PiecewiseUpdate, group_options
 from zeroshard.plan.legs import Stream
@@ -93,11 +93,8 @@ class HostStateStepper(HostStepper):
 
     def _report_disk_errors(self, work: Callable[[], object]) -> None:
         """Run `work`, and report a disk error in it to all ranks."""
-        try:
+        with disk_failures_to(self.handle.comm.watchdog.announce):
             work()
-        except SpillError as error:
-            self.handle.comm.watchdog.announce(error)
-            raise
 
     def _update(
         self,
