@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
@@ -68,9 +69,6 @@ def _activations() -> nn.Module:
     return model
 
 
-WHOLE = (Transformer, _Wrapped, _Checkpointed, _activations)
-
-
 def _wrapper(model: nn.Module) -> nn.Module:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert isinstance(compiled, nn.Module)
@@ -108,21 +106,23 @@ def _train(
     return found
 
 
-def _one_graph(rank: int, world: int, stages: tuple[int, ...]) -> None:
-    for make in WHOLE:
-        task = Task(make, language_loss)
-        for setting in (Setting(plan=stage) for stage in stages):
-            expected = _train(*shard_task(task, setting), setting, rank, None)
-            for compile_ in (_wrapper, _in_place):
-                what = f"{make.__name__}, stage {setting.plan}, {compile_.__name__}"
-                assert_same(_train(*shard_task(task, setting), setting, rank, compile_), expected, what)
-                assert not counters["graph_break"], what
-                assert counters["stats"]["unique_graphs"] == 2, what  # with gradients, and without
+def _one_graph(rank: int, world: int, stage: int, make: Callable[[], nn.Module], ways: tuple[Compile, ...]) -> None:
+    task, setting = Task(make, language_loss), Setting(plan=stage)
+    expected = _train(*shard_task(task, setting), setting, rank, None)
+    for compile_ in ways:
+        assert_same(_train(*shard_task(task, setting), setting, rank, compile_), expected, compile_.__name__)
+        assert not counters["graph_break"], compile_.__name__
+        assert counters["stats"]["unique_graphs"] == 2, "with gradients, and without"
 
 
-def test_a_model_whose_units_rest_whole_is_one_graph_and_trains_the_same() -> None:
-    run_ranks(2, _one_graph, (0, 1, 2))
-    run_ranks(1, _one_graph, (3,))
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 1), (2, 2), (1, 3)])
+def test_a_model_whose_units_rest_whole_is_one_graph_and_trains_the_same(world: int, stage: int) -> None:
+    run_ranks(world, _one_graph, stage, Transformer, (_wrapper, _in_place))
+
+
+@pytest.mark.parametrize("make", [_Wrapped, _Checkpointed, _activations])
+def test_so_do_models_in_others_and_checkpointed_ones(make: Callable[[], nn.Module]) -> None:
+    run_ranks(2, _one_graph, 2, make, (_in_place,))
 
 
 def _accumulated(rank: int, world: int) -> None:
