@@ -112,3 +112,37 @@ def _written_between(rank: int, world: int, folder: Path) -> None:
 def test_what_gathered_parameters_writes_is_kept_with_master_weights_on_disk(tmp_path: Path) -> None:
     with disk_folder(tmp_path) as folder:
         run_ranks(2, _written_between, folder)
+
+
+def _all_near(model: nn.Module, value: float) -> bool:
+    """Within bfloat16's rounding: split master weights keep the remainder that they had."""
+    return all(bool(((one - value).abs() < 1e-3).all()) for one in full_parameters(model).values())
+
+
+def _saved(rank: int, world: int, folder: Path) -> None:
+    """A write behind the last step is in what is saved before the next one, as in torch."""
+    for stage, dtype in ((1, "bf16"), (2, None)):
+        host, disk = offloaded(recipe(stage, dtype)), on_disk(offloaded(recipe(stage, dtype)), [folder])
+        for number, plan in enumerate((recipe(stage, dtype), host, disk)):
+            setting = Setting(plan=plan)
+            model, optimizer = shard_task(TASK, setting)
+            TASK.loss(model, Batch(0, 0, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                parameter.data.fill_(0.25)
+            zeroshard.save(model, folder / f"saved-{stage}", f"{number}")
+            zeroshard.close(model)
+            model, optimizer = shard_task(TASK, setting)
+            zeroshard.load(model, folder / f"saved-{stage}", f"{number}")
+            assert _all_near(model, 0.25), plan
+            for parameter in model.parameters():
+                parameter.data.fill_(0.5)
+            assert _all_near(model, 0.5), plan
+            zeroshard.close(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_write_behind_the_last_step_is_saved(world: int, tmp_path: Path) -> None:
+    with disk_folder(tmp_path) as folder:
+        run_ranks(world, _saved, folder)

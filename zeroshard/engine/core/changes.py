@@ -138,9 +138,17 @@ class WholeChanges:
         """Take fingerprints of parameters that rest whole and have just got their values, for the next step."""
         self._recorded = self._fingerprints_off_device()
 
+    @property
+    def next_is_checked(self) -> bool:
+        """Whether the next step will look for writes, which a save before it has to keep, too."""
+        return self._may_look() and self._is_checked(self._steps + 1)
+
+    def _may_look(self) -> bool:
+        return bool(self._groups) and not (self._on_gpu and torch.cuda.is_current_stream_capturing())
+
     def due(self) -> bool:
         """Whether the step that begins is checked."""
-        if not self._groups or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+        if not self._may_look():
             return False
         self._reads.next_pass()
         for _, differs in self._reads.ready():

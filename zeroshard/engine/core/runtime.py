@@ -325,6 +325,13 @@ class Runtime:
         self._recover()
         self.clear_gradients()
 
+    def drain_for_saving(self) -> None:
+        """As `drain`; master weights also follow writes past version counters, if the next step would look for them."""
+        self.drain()
+        if self._whole_changes.next_is_checked:
+            with disk_failures_to(self._report_failure):
+                self._whole_changes.update_master_weights()
+
     def drain(self) -> None:
         """Finish all running operations. Everything that reads state outside of a forward calls this first."""
         self.parking.refuse("reading or changing state")

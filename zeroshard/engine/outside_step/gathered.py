@@ -390,7 +390,7 @@ def iterate_full_parameters(model: nn.Module, *, master: bool = True) -> Iterato
         master: float32 master weights where there are some, else the compute dtype.
     """
     handle = handle_of(model)
-    handle.runtime.drain()
+    handle.runtime.drain_for_saving()
     handle.check_members()
     for unit in handle.runtime.units:
         for group in unit.groups:

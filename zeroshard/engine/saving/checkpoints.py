@@ -100,7 +100,7 @@ def save(
         directory.check_tag(tag)
         if keep is not None and keep < 1:
             raise UsageError(f"save(keep={keep}): at least the new checkpoint is kept; None keeps all")
-        _finish_running(handle, saver)
+        _finish_running(handle, saver, saving=True)
         state = saved_state(handle, model, stepper, scheduler, client_state, counters, frozen, names)
         rank_state = {"generators": generator_states(handle.device)}
         service = service_of(encryption_key)
@@ -243,10 +243,13 @@ def saver_of(handle: Handle) -> Saver:
     return handle.saver
 
 
-def _finish_running(handle: Handle, saver: Saver) -> None:
+def _finish_running(handle: Handle, saver: Saver, *, saving: bool = False) -> None:
     """Finish all running operations and the last save. Raises CheckpointError if that save failed."""
     saver.wait()
-    handle.runtime.drain()
+    if saving:
+        handle.runtime.drain_for_saving()
+    else:
+        handle.runtime.drain()
     handle.check_members()
 
 

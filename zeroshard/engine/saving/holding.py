@@ -118,7 +118,7 @@ class Holding:
 
     def _copy(self, steps: int, scheduler: Any, client_state: ClientState, counters: Mapping[str, Any]) -> _Copied:
         handle, stepper = handle_of(self._model), find_stepper(self._model)
-        handle.runtime.drain()
+        handle.runtime.drain_for_saving()
         if self._names is None:
             self._names = whole_model(handle, self._model)
         state = saved_state(handle, self._model, stepper, scheduler, client_state, counters, True, self._names)
