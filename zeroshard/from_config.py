@@ -35,6 +35,7 @@ from zeroshard.engine.batching import BatchSizes
 from zeroshard.engine.build import default_device
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.engine import Engine
+from zeroshard.engine.engine_options import EngineOptions
 from zeroshard.engine.loader import LoaderOptions
 from zeroshard.engine.native import build_optimized, close
 from zeroshard.engine.observing import Observer
@@ -42,7 +43,6 @@ from zeroshard.engine.planning import make_plan
 from zeroshard.engine.saving.save_options import SaveOptions
 from zeroshard.engine.settings import Settings
 from zeroshard.engine.step.schedule import Schedule, check_schedule
-from zeroshard.engine.training_engine import EngineOptions
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.mesh import REPLICATE, SHARD, Mesh, MeshAxis
 from zeroshard.observe.build import build_observer, check_packages

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from zeroshard.engine.backwards import Backwards
 from zeroshard.engine.batching import AsksSizes, Batching, BatchSizes
 from zeroshard.engine.core.handle import Handle, handle_of
-from zeroshard.engine.loader import Collate, DataPositions, LoaderOptions, make_loader
+from zeroshard.engine.engine_options import EngineOptions
+from zeroshard.engine.loader import Collate, DataPositions, make_loader
 from zeroshard.engine.observing import Monitor, Observer, SilentMonitor, StepFacts, Throughput
 from zeroshard.engine.outside_step.clip_value import clip_grad_value_
 from zeroshard.engine.outside_step.offload_states import offload_states, reload_states
 from zeroshard.engine.outside_step.unused import refuse_unused
 from zeroshard.engine.place import AnswersPlace
-from zeroshard.engine.saving.save_options import SaveOptions
 from zeroshard.engine.settings import AnswersSettings, Settings
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.engine.step.schedule import advance, step_arguments
@@ -37,37 +36,6 @@ from zeroshard.plan.plan import Plan
 
 _UNOBSERVED = nullcontext()
 _NO_MONITOR = SilentMonitor()
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """The config's options for the engine itself.
-
-    Attributes:
-        accumulate_dtype: of accumulators that are taken in mid-run; None means float32.
-        autocast: dtype in which the forward runs under torch.autocast; None leaves autocast alone.
-        loader: how loaders are made.
-        saving: how checkpoints are saved.
-        steps_per_print: optimizer steps between two lines of progress that rank 0 prints; None is none.
-        clip_value: limit for the magnitude of each gradient element; 0 is no limit.
-        ignore_unused: whether parameters may stay without a gradient in a step; else that is an error.
-        check_every_pass: check every pass and step for writes that version counters do not show, not only the first.
-        observer: observes the steps; None for no observer.
-        counts_micro_batches: whether the engine counts which micro-batch is the last; else each step() is an update.
-        settings: answers to questions about the config.
-    """
-
-    accumulate_dtype: str | None = None
-    autocast: torch.dtype | None = None
-    loader: LoaderOptions = field(default_factory=LoaderOptions)
-    saving: SaveOptions = field(default_factory=SaveOptions)
-    steps_per_print: int | None = None
-    clip_value: float = 0.0
-    ignore_unused: bool = True
-    check_every_pass: bool = False
-    observer: Observer | None = None
-    counts_micro_batches: bool = True
-    settings: Settings = field(default_factory=Settings)
 
 
 class TrainingEngine(nn.Module, AnswersSettings, AsksSizes, AnswersPlace):
