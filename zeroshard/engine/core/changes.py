@@ -176,8 +176,8 @@ class WholeChanges:
     def update_master_weights(self) -> None:
         """Update master weights from changed parameters; at the begin of a step, while nothing is in flight."""
         unchanged = self._unchanged_off_device()
-        for number, group in enumerate(self._groups):
-            if number in unchanged:
+        for group in self._groups:
+            if id(group) in unchanged:
                 continue
             differs = _differs(group)
             if differs.is_cuda and not group.plan.updated_off_device:
@@ -190,13 +190,11 @@ class WholeChanges:
                 update_master_weights(group, index, holder.detach())
 
     def _unchanged_off_device(self) -> frozenset[int]:
-        """Numbers of the groups whose master weights need not be read, since their parameters are as recorded."""
+        """By id, the groups whose master weights need not be read, since their parameters are as recorded."""
         if self._recorded is None:
             return frozenset()
-        same = iter(on_host(self._fingerprints_off_device() == self._recorded).tolist())
-        return frozenset(
-            number for number, group in enumerate(self._groups) if group.plan.updated_off_device and next(same)
-        )
+        same = on_host(self._fingerprints_off_device() == self._recorded).tolist()
+        return frozenset(id(group) for group, unchanged in zip(self._off_device, same, strict=True) if unchanged)
 
     def _fingerprints_off_device(self) -> torch.Tensor:
         found = self._fingerprints.of(map(update_param, self._off_device))

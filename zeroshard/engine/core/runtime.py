@@ -196,8 +196,7 @@ class Runtime:
             refuse_half_done("a step")
         if self._whole_changes.due():
             self.drain()
-            with disk_failures_to(self._report_failure):
-                self._whole_changes.update_master_weights()
+            self._follow_unnoted_writes()
         self.gradients.notice_dropped()
         self.take_over()
         self.inspection.before_step(present=self.gradients.present)
@@ -329,8 +328,12 @@ class Runtime:
         """As `drain`; master weights also follow writes past version counters, if the next step would look for them."""
         self.drain()
         if self._whole_changes.next_is_checked:
-            with disk_failures_to(self._report_failure):
-                self._whole_changes.update_master_weights()
+            self._follow_unnoted_writes()
+
+    def _follow_unnoted_writes(self) -> None:
+        """Update master weights after writes past version counters, while nothing is in flight."""
+        with disk_failures_to(self._report_failure):
+            self._whole_changes.update_master_weights()
 
     def drain(self) -> None:
         """Finish all running operations. Everything that reads state outside of a forward calls this first."""

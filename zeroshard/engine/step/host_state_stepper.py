@@ -74,9 +74,8 @@ class HostStateStepper(HostStepper):
         runtime.streams.wait(Stream.UPLOAD, begin)
         runtime.streams.wait(Stream.DOWNLOAD, begin)
         order = list(dict.fromkeys((*runtime.plan.order, *range(len(runtime.units)))))
-        self._report_disk_errors(
-            partial(self._piecewise.begin, [number for index in order for number in self._updated_by_worker(index)])
-        )
+        with disk_failures_to(self.handle.comm.watchdog.announce):
+            self._piecewise.begin([number for index in order for number in self._updated_by_worker(index)])
         for index in order:
             numbers = self._regions[index]
             update = partial(self._update, numbers, coefficient, active, hyper)
@@ -90,11 +89,6 @@ class HostStateStepper(HostStepper):
         """The regions of a unit that a worker updates."""
         off_device = any(group.plan.updated_off_device for group in self.handle.runtime.units[index].trainable)
         return self._regions[index] if off_device else range(0)
-
-    def _report_disk_errors(self, work: Callable[[], object]) -> None:
-        """Run `work`, and report a disk error in it to all ranks."""
-        with disk_failures_to(self.handle.comm.watchdog.announce):
-            work()
 
     def _update(
         self,
@@ -135,7 +129,8 @@ class HostStateStepper(HostStepper):
 
     def _finish_update(self, unit: Unit, future: Future[None]) -> Event:
         """Wait for the worker, raise its error if there is one, and start to copy the parameters to the device."""
-        self._report_disk_errors(future.result)
+        with disk_failures_to(self.handle.comm.watchdog.announce):
+            future.result()
         runtime = self.handle.runtime
         for group in unit.trainable:
             self._copy_parameters_to_device(unit, group)
