@@ -278,7 +278,9 @@ class _OfRanks:
     told: str
 
     def __post_init__(self) -> None:
-        _check_alike(self.of, self.told)
+        found = [(list(one.shape), str(one.dtype)) for one in self.of]
+        if any(one != found[0] for one in found):
+            raise CheckpointError(f"{self.told}: the ranks have shapes and dtypes {found}")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -324,12 +326,6 @@ class Mean(_OfRanks):
         for one in self.of[1:]:
             total += one.read_flat(start, stop)
         return total.div_(len(self.of))
-
-
-def _check_alike(tensors: Sequence[Lazy], told: str) -> None:
-    found = [(list(one.shape), str(one.dtype)) for one in tensors]
-    if any(one != found[0] for one in found):
-        raise CheckpointError(f"{told}: the ranks have shapes and dtypes {found}")
 
 
 @dataclass(frozen=True)

@@ -206,14 +206,14 @@ class _Simulation:
         read = sum(group.held_on(Tier.NVME, StateKind.PARAM) for group in unit.groups)  # by the next forward
         disk = (sum(map(sum, map(update_disk_nbytes, unit.groups))) + read) * node / share.disk_rate
         by_cpu = max(own * node / share.host_memory_rate, disk)
+        through_windows = any(group.passes_windows for group in unit.groups)
         if HostUpdate.PROCESSOR in (group.update for group in unit.groups):
-            worker = "windows" if any(group.passes_windows for group in unit.groups) else "cpu"
+            worker = "windows" if through_windows else "cpu"
             _, end = self._occupy(worker, f"update {unit.label}", ready, by_cpu)
             self._worker_ends[index] = end
             return self._occupy("copies", f"parameters of {unit.label}", end, param / pcie)[1]
         grads = sum(group.nbytes(StateKind.GRAD) for group in unit.groups if group.grad_off_device)
         streamed = (2 * kept + grads) / (pcie * BOTH_WAYS)
-        through_windows = any(group.passes_windows for group in unit.groups)
         worker = "windows" if through_windows else "copies"
         _, end = self._occupy(worker, f"stream state of {unit.label}", ready, max(streamed, disk))
         if through_windows:
