@@ -76,7 +76,7 @@ line `--set PATH=VALUE` is such an argument: `zeroshard config check ds.json --s
 override, `"auto"` is resolved so:
 
 - the batch numbers are derived from each other;
-- sizes, thresholds, dtypes, `gradient_clipping`, `overlap_comm`, `steps_per_print` and keys without effect take their
+- sizes, thresholds, dtypes, `gradient_clipping`, `overlap_step`, `steps_per_print` and keys without effect take their
   default;
 - `betas`, `eps`, `weight_decay`, `momentum`, `warmup_min_lr` and `warmup_type` take their default;
 - `scheduler.params.warmup_max_lr` becomes null, which is the rate that the optimizer has;

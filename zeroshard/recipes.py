@@ -34,7 +34,7 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
         reuse=zero.max_reuse_distance > 0,
         accumulate=not together and (config.batch.accumulation > 1 or not config.batch.managed),
         micro_batches=config.batch.accumulation if together else 1,
-        overlap_step=zero.overlap_comm,
+        overlap_step=zero.overlap_step,
         predivide=float(config.world_size) if reduction.prescale else reduction.predivide_factor,
         mean=reduction.op == "mean",
         clip_norm=config.gradient_clipping,

@@ -71,7 +71,6 @@ def test_explain_leaves_defaults_out_and_says_how_many_they_are(good: Path) -> N
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
         "zero_optimization.contiguous_gradients",
-        "zero_optimization.overlap_comm",  # its default follows from the stage
         "zero_optimization.reduce_bucket_size",
         "zero_optimization.stage",
     ]

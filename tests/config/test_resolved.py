@@ -44,7 +44,7 @@ def test_the_defaults() -> None:
     config = load()
     assert config.zero == ZeroConfig(
         stage=0,
-        overlap_comm=False,
+        overlap_step=False,
         param_persistence_threshold=100_000,
         model_persistence_threshold=LARGEST,
         prefetch_bucket_size=50_000_000,
@@ -60,12 +60,10 @@ def test_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_overlap_follows_the_stage_unless_it_is_given(stage: int) -> None:
-    assert load(zero_optimization={"stage": stage}).zero.overlap_comm is (stage == 3)
-    assert load(zero_optimization={"stage": stage, "overlap_comm": True}).zero.overlap_comm is True
-    assert load(zero_optimization={"stage": stage, "overlap_comm": False}).zero.overlap_comm is False
-    origin = load(zero_optimization={"stage": stage}).origins["zero_optimization.overlap_comm"]
-    assert origin == f"default: {'true' if stage == 3 else 'false'} at stage {stage}"
+def test_gathers_run_on_after_a_step_only_where_zeroshards_own_key_asks(stage: int) -> None:
+    for others in ({}, {"overlap_comm": True}, {"overlap_comm": "auto"}):
+        assert load(zero_optimization={"stage": stage, **others}).zero.overlap_step is False
+    assert load(zero_optimization={"stage": stage, "overlap_step": True}).zero.overlap_step is True
 
 
 @pytest.mark.parametrize(

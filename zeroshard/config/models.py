@@ -98,7 +98,7 @@ class ZeroSection(Section):
     prefetch_bucket_size: Size = 50_000_000
     max_live_parameters: Size = 1_000_000_000
     max_reuse_distance: Size = 1_000_000_000
-    overlap_comm: Flag | None = None
+    overlap_step: Flag = False
     ignore_unused_parameters: Flag = True
     enable_sanity_checks: Flag = False
     zero_hpz_partition_size: Count = 1

@@ -276,11 +276,6 @@ class _Resolver:
 
     def _zero(self, sections: ObeyedSections) -> ZeroConfig:
         zero = sections.zero_optimization
-        overlap = zero.overlap_comm
-        if overlap is None:
-            overlap = zero.stage in (3, "auto")
-            path = "zero_optimization.overlap_comm"
-            self._record(path, overlap, f"{self._origin(path)}: {'true' if overlap else 'false'} at stage {zero.stage}")
         rules = ZeroRules(zero, self._problems, self._origin, self._world_size, trains=self._trains)
         subgroup, second_copies = rules.subgroup()
         return ZeroConfig(
@@ -293,7 +288,7 @@ class _Resolver:
             quantized_gradients=rules.quantized_gradients(),
             error_beta=zero.zeropp_loco_param.err_beta,
             error_reset=zero.zeropp_loco_param.reset_T,
-            overlap_comm=overlap,
+            overlap_step=zero.overlap_step,
             param_persistence_threshold=zero.param_persistence_threshold,
             model_persistence_threshold=zero.model_persistence_threshold,
             prefetch_bucket_size=zero.prefetch_bucket_size,

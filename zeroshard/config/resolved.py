@@ -74,6 +74,7 @@ class ZeroConfig:
 
     Attributes:
         stage: "auto" until the planner has chosen.
+        overlap_step: whether the gathers after a step run on beside what follows, which must not read parameters.
         subgroup: ranks that hold a whole copy of something; None where all ranks are one group.
         codes: which sharded parameters are gathered as codes.
         code_bits: of one code, 8 or 4.
@@ -88,7 +89,7 @@ class ZeroConfig:
     """
 
     stage: int | Literal["auto"]
-    overlap_comm: bool
+    overlap_step: bool
     param_persistence_threshold: int
     model_persistence_threshold: int
     prefetch_bucket_size: int

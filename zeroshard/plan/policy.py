@@ -42,8 +42,9 @@ class ExecutionPolicy:
         accumulate: several backwards per step are allowed, and gradients have an accumulator.
         micro_batches: how many micro-batches pass a unit before the next unit does (the vertical schedule); with 1
             each micro-batch passes all units by itself.
-        overlap_step: gathers of parameters that rest whole overlap the next forward, and code that reads the parameters
-            before it must drain first; False lets the step wait for them. Sharded units are always prefetched.
+        overlap_step: gathers of parameters that rest whole overlap the next forward, and code that reads or writes the
+            parameters before it must drain first; False lets the step wait for them. Sharded units are always
+            prefetched.
         predivide: gradients are divided by this before they are summed over ranks.
         mean: gradients are averaged over data-parallel ranks (else summed).
         clip_norm: global gradient norm above which gradients are scaled down; 0 means no clipping.

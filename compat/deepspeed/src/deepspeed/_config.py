@@ -62,11 +62,6 @@ def understood(raw: Mapping[str, Any], *, optimizer: bool) -> dict[str, Any]:
         if place.get(last, "auto") == "auto":
             # Sizes are made from a model's hidden size there, and are 0.9 times a whole number.
             place[last] = int(value) if key is not None and key.kind == "int" and isinstance(value, float) else value
-    zero = values.get("zero_optimization")
-    if isinstance(zero, dict):
-        # DeepSpeed's overlap_comm concerns the backward, where zeroshard always overlaps. Ours lets the gathers of a
-        # step run on after it, but these callers read model.parameters() there.
-        zero["overlap_comm"] = False
     if not optimizer and "optimizer" not in values:
         values.pop("scheduler", None)
     return values
