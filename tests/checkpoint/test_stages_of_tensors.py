@@ -197,7 +197,7 @@ def _other_norm(tmp_path: Path, **changes: Any) -> Contents:
     other = {key: value + 1.0 for key, value in norm.values.items()}
     layers[1] = Layer({**layers[1].parameters, "norm.weight": replace(norm, values=other)}, layers[1].buffers)
     second = write(tmp_path / "other", layers, LAYOUT, _info(LAYOUT, **changes))
-    for path in second.glob("*mp_rank_01_*"):
+    for path in [*second.glob("*mp_rank_01_*"), *second.glob("layer_01-model_01-*")]:
         path.replace(source / path.name)
     return open_checkpoint(source)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,52 @@ def write_universal(folder: Path, layers: Sequence[Layer], layout: Layout, info:
     state = {"zero_stage": 1, "loss_scaler": None, "param_groups": [_OPTIONS], "ds_version": "0.19.8"}
     torch.save(state, folder / "zero" / "optimizer_state.pt")
     return folder
+
+
+def write_stage_3(folder: Path, groups: Sequence[Mapping[str, Held]], data: int) -> Path:
+    """A checkpoint of ZeRO stage 3 on `data` ranks, with these parameters in each sub-group; returns `folder`."""
+    folder.mkdir(parents=True)
+    names = [name for group in groups for name in group]
+    for rank in range(data):
+        state = {
+            "module": {name: torch.empty(0, dtype=torch.bfloat16) for name in names},
+            "param_shapes": [{name: held.values["fp32"].shape for name, held in group.items()} for group in groups],
+            "buffer_names": [],
+            "frozen_param_shapes": None,
+            "shared_params": {},
+            "global_steps": 7,
+            "global_samples": 84,
+            "skipped_steps": 0,
+            "mp_world_size": 1,
+            "ds_version": "0.19.8",
+        }
+        torch.save(state, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        flat = [{key: _shares(group.values(), key, rank, data) for key in KEYS} for group in groups]
+        moments = {i: {"step": 7, **{key: one[key] for key in KEYS[1:]}} for i, one in enumerate(flat)}
+        optimizer = {
+            "zero_stage": 3,
+            "loss_scaler": None,
+            "partition_count": data,
+            "fp32_flat_groups": [one["fp32"] for one in flat],
+            "optimizer_state_dict": {
+                "state": moments,
+                "param_groups": [{**_OPTIONS, "params": list(range(len(groups)))}],
+            },
+        }
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": optimizer, "ds_version": "0.19.8"}, folder / name)
+    return folder
+
+
+def _shares(group: Iterable[Held], key: str, rank: int, data: int) -> torch.Tensor:
+    """A rank's share of each parameter, one after the other; the last one's is padded."""
+    found: list[torch.Tensor] = []
+    for held in group:
+        flat = held.values[key].flatten()
+        size = -(-len(flat) // data)
+        padded = torch.cat([flat, flat.new_zeros(size * data - len(flat))])
+        found.append(padded[rank * size : (rank + 1) * size])
+    return torch.cat(found)
 
 
 def _name(number: int, key: str, layer: Layer) -> str:

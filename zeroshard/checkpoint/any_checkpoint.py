@@ -15,7 +15,11 @@ from zeroshard.errors import CheckpointError
 
 
 def open_checkpoint(
-    directory: str | os.PathLike[str], tag: str | None = None, cuts: Mapping[str, Any] | None = None
+    directory: str | os.PathLike[str],
+    tag: str | None = None,
+    cuts: Mapping[str, Any] | None = None,
+    *,
+    masters_differ: bool = False,
 ) -> Contents:
     """The contents of a checkpoint of zeroshard, DeepSpeed or torch.distributed.checkpoint.
 
@@ -23,6 +27,7 @@ def open_checkpoint(
         directory: a directory of checkpoints, or one checkpoint.
         tag: the checkpoint in it; None for the newest.
         cuts: how tensor-parallel ranks of DeepSpeed were cut, in place of the checkpoint's `universal_checkpoint_info`.
+        masters_differ: take master weights of DeepSpeed though they do not round to the weights of its model files.
 
     Raises:
         CheckpointError: there is none, or it is damaged or malicious.
@@ -36,7 +41,7 @@ def open_checkpoint(
     try:
         found = deepspeed.find(base, tag)
         if found is not None:
-            return deepspeed.open_deepspeed(found, cuts)
+            return deepspeed.open_deepspeed(found, cuts, masters_differ=masters_differ)
         folder = base if tag is None else base / deepspeed.check_tag(tag, base)
         if is_dcp(folder):
             return open_dcp(folder)
@@ -46,5 +51,11 @@ def open_checkpoint(
         raise CheckpointError(f"{base} is damaged: {type(error).__name__} {error}") from error
     raise CheckpointError(
         f"{folder} holds no checkpoint of zeroshard, DeepSpeed (ZeRO 1 to 3 or universal) or "
-        "torch.distributed.checkpoint"
+        f"torch.distributed.checkpoint{_hint(folder)}"
     )
+
+
+def _hint(folder: Path) -> str:
+    """Which tag to give, if the folder has some but no file that names the newest."""
+    there = sorted(one.name for one in folder.iterdir() if deepspeed.find(one) == one) if folder.is_dir() else []
+    return f", and no file `latest`, but {', '.join(there[:5])}: give --tag" if there else ""

@@ -111,6 +111,13 @@ def import_(
         Path | None,
         typer.Option(help="JSON on how DeepSpeed's tensor-parallel ranks were cut, in place of the checkpoint's own."),
     ] = None,
+    masters_differ: Annotated[
+        bool,
+        typer.Option(
+            "--masters-differ",
+            help="Take DeepSpeed's master weights though they do not round to the weights of its model files.",
+        ),
+    ] = False,
     as_json: _JSON = False,
 ) -> None:
     """Convert a checkpoint of another system, with optimizer state and counters; no code in it is run."""
@@ -119,8 +126,9 @@ def import_(
     from zeroshard.checkpoint.export.hf import total_bytes
     from zeroshard.checkpoint.native import write_native
 
+    _refuse_source(source, directory)
     cuts = None if universal_checkpoint_info is None else _json_object(universal_checkpoint_info)
-    contents = open_checkpoint(source, tag, cuts)
+    contents = open_checkpoint(source, tag, cuts, masters_differ=masters_differ)
     tensors = {name: tensor for name, _, tensor in contents.tensors()}
     moments = {(n, key): value for n, p in contents.parameters.items() for key, value in p.moments.items()}
     total = total_bytes(tensors) + sum(total_bytes({key: value}) for (_, key), value in moments.items())
@@ -137,6 +145,16 @@ def import_(
         "left_out": list(contents.left_out),
     }
     _say(result, as_json, f"{contents.origin}: {result['tensors']} tensors, {total:,} bytes, are in {folder}")
+
+
+def _refuse_source(source: Path, directory: Path) -> None:
+    """Raise UsageError if an import would write among the files that it reads, whose `latest` it would replace."""
+    read, written = source.resolve(), directory.resolve()
+    if written in (read, read.parent):
+        raise UsageError(
+            f"{directory} holds the checkpoint to import ({source}), and its `latest` would be replaced; give another "
+            "folder to write into"
+        )
 
 
 def _json_object(file: Path) -> dict[str, Any]:

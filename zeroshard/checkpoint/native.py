@@ -16,7 +16,7 @@ from zeroshard.checkpoint import directory, jsonfile
 from zeroshard.checkpoint.draft import Draft, begin, write_manifest
 from zeroshard.checkpoint.foreign.contents import Contents, Group, Parameter, Scaler
 from zeroshard.checkpoint.foreign.stored import InMemory, Lazy, ReadWhole, StoredTensor, numel
-from zeroshard.checkpoint.manifest import MANIFEST, TensorInfo, TensorKind
+from zeroshard.checkpoint.manifest import MANIFEST, TensorInfo, TensorKind, read_manifest
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.values import pack, unpack
 from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
@@ -31,15 +31,9 @@ _UNLESS_SET = frozenset(("amsgrad", "maximize"))
 
 
 def find_native(base: Path, tag: str | None) -> Path | None:
-    """The folder of a zeroshard checkpoint: `base` itself or one in it; None if there is none.
-
-    Raises:
-        CheckpointError: `tag` is no valid tag.
-    """
+    """The folder of a zeroshard checkpoint: `base` itself or one in it; None if there is none."""
     if tag is None and (base / MANIFEST).is_file():
         return base
-    if tag is not None:
-        directory.check_tag(tag)
     there = {found.tag for found in directory.whole(base)}
     return directory.find(base, tag) if (tag in there if tag is not None else there) else None
 
@@ -134,6 +128,7 @@ def write_native(
         write_pieces(draft.folder, 0, _pieces(contents, progress), {})
         manifest = join_tables(draft.folder, 1, contents.aliases, jsonfile.as_read(state_of(contents)))
         write_manifest(draft, manifest)
+        read_manifest(draft.folder)  # what could not be opened is not published
         return draft.publish(latest=True)
     except OSError as error:
         raise CheckpointError(f"{where / tag} can't be written: {error}") from error

@@ -95,7 +95,7 @@ class Contents:
         for name in (*self.parameters, *self.buffers, *self.aliases):
             check_name(name)
         for alias, name in self.aliases.items():
-            if name not in self.parameters or alias in self.parameters:
+            if name not in self.parameters or alias in self.parameters or alias in self.buffers:
                 raise CheckpointError(f"{self.origin}: {alias!r} can't be another name of {name!r}")
         for parameter in self.parameters.values():
             for key, moment in parameter.moments.items():

@@ -27,7 +27,7 @@ from zeroshard.checkpoint.foreign.deepspeed_experts import FILE as EXPERT
 from zeroshard.checkpoint.foreign.deepspeed_flat import open_flat
 from zeroshard.checkpoint.foreign.deepspeed_layers import LAYER
 from zeroshard.checkpoint.foreign.deepspeed_stages import is_pipeline, open_stages
-from zeroshard.checkpoint.foreign.deepspeed_tensors import INFO, Info, open_tensor_parts
+from zeroshard.checkpoint.foreign.deepspeed_tensors import INFO, Info, check_ranks, open_tensor_parts
 from zeroshard.checkpoint.foreign.deepspeed_universal import open_universal
 from zeroshard.errors import CheckpointError
 
@@ -57,7 +57,13 @@ def find(directory: str | os.PathLike[str], tag: str | None = None) -> Path | No
                 raise CheckpointError(f"{file} is too long for a tag")
             tag = file.read_text(errors="replace").strip()
             if not _TAG.fullmatch(tag):
-                raise CheckpointError(f"{file} names {tag[:80]!r}, which is no folder beside it; refused")
+                raise CheckpointError(
+                    f"{file} names {tag[:80]!r}, which is no folder beside it; give --tag, or a tag's folder"
+                )
+            if not (base / tag).is_dir():
+                raise CheckpointError(
+                    f"{file} names {tag!r}, but there is no such folder beside it; give --tag, or the folder of a tag"
+                )
     if tag is None:
         return None
     folder = base / check_tag(tag, base)
@@ -79,16 +85,17 @@ def _looks_right(folder: Path) -> bool:
     return model and ("zero" in names or any(_OPTIM.fullmatch(name) for name in names))
 
 
-def open_deepspeed(folder: Path, info: Info | None = None) -> Contents:
+def open_deepspeed(folder: Path, info: Info | None = None, *, masters_differ: bool = False) -> Contents:
     """The contents of a checkpoint folder that `find` returned; of tensors it reads names, shapes and some starts only.
 
     Args:
         info: what to use in place of the checkpoint's own `universal_checkpoint_info`; None for that.
+        masters_differ: take master weights though they do not round to the weights of the model files.
 
     Raises:
         CheckpointError: files are missing, damaged or malicious, or have content that is not imported.
     """
-    found = _Found.of(folder)
+    found = _Found.of(folder, masters_differ)
     parts = found.parts()
     divided = len(parts) > 1 or bool(found.layers)
     if divided and found.experts:
@@ -102,6 +109,8 @@ def open_deepspeed(folder: Path, info: Info | None = None) -> Contents:
     if divided:
         return open_tensor_parts(parts, info)
     common = Common.read(parts[0])
+    if not found.universal:
+        check_ranks(common, 1)
     return open_universal(parts[0], common) if found.universal else open_flat(parts[0], common)
 
 
@@ -115,12 +124,13 @@ class _Found:
     layers: dict[int, dict[int, Path]]
     experts: dict[int, dict[int, Path]]
     universal: bool
+    differ: bool
 
     @staticmethod
-    def of(folder: Path) -> _Found:
+    def of(folder: Path, differ: bool) -> _Found:
         names = sorted(os.listdir(folder))
         universal = "zero" in names and (folder / "zero").is_dir()
-        found = _Found(folder, {}, {}, {}, {}, universal)
+        found = _Found(folder, {}, {}, {}, {}, universal, differ)
         for name in names:
             found._take(name)
         return found
@@ -156,4 +166,4 @@ class _Found:
         if 0 not in model or not (optim or self.universal):
             name = f"mp_rank_{part:02d}_{'optim' if 0 in model else 'model'}_states.pt"
             raise CheckpointError(f"{self.folder} holds no ZeRO checkpoint: the files of rank 0 are missing (*{name})")
-        return Files(self.folder, model, optim, self.universal, self.experts)
+        return Files(self.folder, model, optim, self.universal, self.experts, self.differ)

@@ -15,7 +15,7 @@ import torch
 
 from zeroshard.checkpoint.foreign.contents import Contents, Parameter, Scaler, optimizer_name, plain
 from zeroshard.checkpoint.foreign.inert import Inert
-from zeroshard.checkpoint.foreign.stored import Lazy, StoredTensor, numel
+from zeroshard.checkpoint.foreign.stored import Lazy, ReadWhole, Rounded, StoredTensor, chunks, numel
 from zeroshard.checkpoint.foreign.torchzip import load
 from zeroshard.checkpoint.manifest import check_name
 from zeroshard.errors import CheckpointError
@@ -26,22 +26,35 @@ _OWN_KEYS_TEXT = (
     "ds_config ds_version checkpoint_parallel_dimensions universal_checkpoint_info num_experts ds_autoep_layers"
 )
 _OWN_KEYS = frozenset(_OWN_KEYS_TEXT.split())
+_PRECISIONS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_MOST = 1 << 62
+_MOST_STEPS = float(1 << 48)
 
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one tag, by data-parallel rank; those of experts by layer and by number among all experts."""
+    """The files of one tag, by data-parallel rank; those of experts by layer and by number among all experts.
+
+    Attributes:
+        differ: master weights are taken though they do not round to the forward's weights.
+    """
 
     folder: Path
     model: Mapping[int, Path]
     optim: Mapping[int, Path]
     universal: bool
     experts: Mapping[int, Mapping[int, Path]] = field(default_factory=dict)
+    differ: bool = False
 
 
 @dataclass(frozen=True)
 class Common:
-    """The content of rank 0's model file: shapes in flat order, buffers, aliases, counters."""
+    """The content of rank 0's model file: shapes in flat order, buffers, aliases, counters.
+
+    Attributes:
+        differ: as in `Files`.
+        copies: of parameters of which several files may have the forward's weights (tied layers): all of these.
+    """
 
     path: Path
     state: Mapping[str, Any]
@@ -51,6 +64,8 @@ class Common:
     buffers: Mapping[str, Lazy]
     aliases: Mapping[str, str]
     left_out: tuple[str, ...]
+    differ: bool = False
+    copies: Mapping[str, tuple[StoredTensor, ...]] = field(default_factory=dict)
 
     @staticmethod
     def read(files: Files, module_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None) -> Common:
@@ -59,6 +74,8 @@ class Common:
         state = load(path)
         if not isinstance(state, dict) or not isinstance(state.get("param_shapes"), list):
             raise CheckpointError(f"{path} is no ZeRO checkpoint of DeepSpeed (stage 0 is not imported)")
+        if "global_steps" not in state:
+            raise CheckpointError(f"{path} is damaged: it has no global_steps")
         module = mapping(state.get("module") if module_of is None else module_of(state), path, "module")
         shapes = tuple(_shapes(group, path) for group in state["param_shapes"])
         left_out: list[str] = []
@@ -77,7 +94,8 @@ class Common:
         # DeepSpeed finds shared parameters by their address, which all parameters without elements share.
         trained = {name for group in shapes for name in group}
         aliases = {a: n for a, n in aliases.items() if n in trained or not _empty(n, frozen, module)}
-        return Common(path, state, shapes, frozen, module, buffers, aliases, tuple(left_out))
+        _check_aliases(aliases, module, path)
+        return Common(path, state, shapes, frozen, module, buffers, aliases, tuple(left_out), files.differ)
 
     @property
     def trained(self) -> dict[str, tuple[int, ...]]:
@@ -89,6 +107,23 @@ class Common:
         value = self.module.get(name)
         return value.dtype if isinstance(value, StoredTensor) else None
 
+    def rounded(self, name: str, weight: Lazy) -> Lazy:
+        """The master weights of `name`, of which reads check that they round to the forward's weights.
+
+        So files that do not belong together are noticed. At stage 3 no file has the forward's weights.
+
+        Raises:
+            CheckpointError: these have another shape.
+        """
+        value = self.module.get(name)
+        if isinstance(value, StoredTensor) and numel(value.shape) and value.shape != weight.shape:
+            raise CheckpointError(
+                f"{self.path}: {name!r} has shape {list(weight.shape)} in param_shapes, but its weights have "
+                f"{list(value.shape)}: files of several saves were mixed, so copy the checkpoint again"
+            )
+        found = self.copies.get(name) or ((value,) if isinstance(value, StoredTensor) else ())
+        return must_round(weight, () if self.differ else found, f"{self.path.parent}: the master weights of {name!r}")
+
     def excluded(self, parameters: Mapping[str, Parameter]) -> list[str]:
         """Parameters of the model that the checkpoint lacks; at stage 3 it has an empty tensor for them."""
         return [
@@ -96,6 +131,14 @@ class Common:
             for name, value in self.module.items()
             if name not in parameters and name not in self.buffers and name not in self.aliases
             if isinstance(value, StoredTensor) and numel(value.shape) == 0
+        ]
+
+    def absent(self, parameters: Mapping[str, Parameter]) -> list[str]:
+        """Sentences on what of stage 3 is not imported: parameters of no file, tensors of which nothing is told."""
+        excluded = self.excluded(parameters)
+        known = {*parameters, *self.buffers, *self.aliases, *excluded}
+        return [f"{name}: it was excluded at the save" for name in excluded] + [
+            f"{name}: {self.path.name} does not say whether it is a buffer" for name in self.module if name not in known
         ]
 
     def whole_frozen(self, left_out: list[str]) -> dict[str, Parameter]:
@@ -131,6 +174,9 @@ class Common:
         accumulation = config.get("gradient_accumulation_steps")
         groups = rest.get("groups", ())
         moments = {key for parameter in parameters.values() for key in parameter.moments}
+        self._check_trained(parameters, left_out)
+        if not groups:
+            left_out.append("hyper-parameters of the optimizer: the checkpoint has none")
         return Contents(
             origin=origin,
             optimizer=optimizer_name(groups, moments, _type_in_config(config, "optimizer")),
@@ -149,6 +195,18 @@ class Common:
             **rest,
         )
 
+    def _check_trained(self, parameters: Mapping[str, Parameter], left_out: list[str]) -> None:
+        """Raise CheckpointError if what is trained is no floating-point tensor; note missing step counts."""
+        trained = [one for one in parameters.values() if one.trainable and numel(one.shape)]
+        for parameter in trained:
+            for key, value in {"fp32": parameter.weight, **parameter.moments}.items():
+                if not value.dtype.is_floating_point:
+                    raise CheckpointError(
+                        f"{self.path.parent} is damaged: {key} of {parameter.name!r} has dtype {value.dtype}"
+                    )
+        if any(one.moments and one.step is None for one in trained):
+            left_out.append("step counts of the optimizer: the checkpoint has none")
+
 
 def mapping(value: Any, path: Path, what: str) -> Mapping[Any, Any]:
     if not isinstance(value, dict):
@@ -157,16 +215,57 @@ def mapping(value: Any, path: Path, what: str) -> Mapping[Any, Any]:
 
 
 def count(value: Any, path: Path, what: str) -> int:
-    if value is not None and (type(value) is not int or value < 0):
-        raise CheckpointError(f"{path} is damaged: {what} is {value!r}")
+    if value is not None and (type(value) is not int or not 0 <= value < _MOST):
+        told = f"a number of {value.bit_length()} bits" if type(value) is int else f"{value!r:.80}"
+        raise CheckpointError(f"{path} is damaged: {what} is {told}")
     return value or 0
+
+
+def must_round(weight: Lazy, to: Sequence[Lazy], told: str) -> Lazy:
+    """Master weights that must round to one of `to`, those in low precision; `told` names them in messages."""
+    fit = tuple(one for one in to if one.shape == weight.shape and one.dtype in _PRECISIONS)
+    if not fit or weight.dtype not in _PRECISIONS or not numel(weight.shape):
+        return weight
+    roundings = tuple(one if not isinstance(one, StoredTensor) or one.contiguous else ReadWhole(one) for one in fit)
+    return Rounded(
+        weight,
+        roundings,
+        f"{told} (optimizer files) do not round to the weights of the forward (model files): files of several ranks "
+        "or saves were mixed, so copy the checkpoint again. If a program changed the model's weights itself after the "
+        "last step (quantization, ZenFlow), --masters-differ imports the master weights",
+    )
 
 
 def check_one_save(parts: Sequence[Contents], where: Path) -> None:
     """Raise CheckpointError if the parts of a divided model, as pipeline stages, have different counters."""
-    counters = [(contents.steps, contents.skipped) for contents in parts]
+    counters = [(contents.steps, contents.skipped, contents.samples) for contents in parts]
     if any(one != counters[0] for one in counters):
-        raise CheckpointError(f"{where} holds files of several saves: at steps {[steps for steps, _ in counters]}")
+        told = [one[0] for one in counters]
+        raise CheckpointError(
+            f"{where} holds files of several saves: at steps {told}"
+            if len(set(told)) > 1
+            else f"{where} holds files of several saves: with skipped steps and samples {[one[1:] for one in counters]}"
+        )
+
+
+def check_same(values: Sequence[Any], what: str, where: Path) -> None:
+    """Raise CheckpointError if ranks of one checkpoint have different values of `what`."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise CheckpointError(
+                f"{where} holds files of several saves: {what} is {str(values[0])[:160]} on rank 0, "
+                f"{str(value)[:160]} on rank {rank}; copy the checkpoint again"
+            )
+
+
+def step_count(value: Any, path: Path) -> float | None:
+    """A number of updates, from a number or a tensor with one; None for None. Raises CheckpointError for others."""
+    if value is None:
+        return None
+    told: Any = value.read().item() if isinstance(value, StoredTensor) and numel(value.shape) == 1 else value
+    if not isinstance(told, int | float) or not 0 <= told < _MOST_STEPS or told != int(told):
+        raise CheckpointError(f"{path} is damaged: a step count is {str(told)[:80]}")
+    return float(told)
 
 
 def _shapes(group: Any, path: Path) -> Mapping[str, tuple[int, ...]]:
@@ -178,6 +277,20 @@ def _shapes(group: Any, path: Path) -> Mapping[str, tuple[int, ...]]:
         if numel(shape) >= 1 << 48:
             raise CheckpointError(f"{path}: {name!r} has an absurd shape, {list(shape)}; refused")
     return shapes
+
+
+def _check_aliases(aliases: Mapping[str, str], module: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError if names that are said to be of one tensor have different values in the file."""
+    for alias, name in aliases.items():
+        one, other = module.get(alias), module.get(name)
+        if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor) or one == other:
+            continue
+        same = one.shape == other.shape and one.dtype == other.dtype
+        pairs = zip(chunks(one), chunks(other), strict=True) if same else ()
+        if not same or any(not torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
+            raise CheckpointError(
+                f"{path} is damaged: shared_params says that {alias!r} is another name of {name!r}, but they differ"
+            )
 
 
 def _empty(name: str, frozen: Mapping[str, tuple[int, ...]], module: Mapping[str, Any]) -> bool:
@@ -202,13 +315,18 @@ def scaler_of(value: Any) -> Scaler | None:
         raise CheckpointError(f"the loss scale is {scale!r}")
     if not dynamic:
         return None if scale == 1 else Scaler(float(scale), False)
-    last, now = value.attribute("last_overflow_iter", -1), value.attribute("cur_iter", 0)
+    keys = ("scale_window", "scale_factor", "min_scale", "cur_hysteresis", "last_overflow_iter", "cur_iter")
+    told = {key: value.attribute(key) for key in keys}
+    for key, one in told.items():
+        if one is not None and (type(one) not in (int, float) or not -1 <= one < _MOST):
+            raise CheckpointError(f"the loss scaler is damaged: {key} is {str(one)[:80]}")
+    last, now = told["last_overflow_iter"], told["cur_iter"]
     return Scaler(
         float(scale),
         True,
-        window=value.attribute("scale_window"),
-        factor=value.attribute("scale_factor"),
-        minimum=value.attribute("min_scale"),
-        hysteresis=value.attribute("cur_hysteresis"),
-        since_overflow=now - last - 1 if type(now) is int and type(last) is int else None,
+        window=told["scale_window"],
+        factor=told["scale_factor"],
+        minimum=told["min_scale"],
+        hysteresis=told["cur_hysteresis"],
+        since_overflow=max(0, now - last - 1) if type(now) is int and type(last) is int else None,
     )

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from zeroshard.checkpoint.foreign.contents import Parameter
+from zeroshard.checkpoint.foreign.deepspeed_common import Files, must_round
 from zeroshard.checkpoint.foreign.stored import Joined, Lazy, Piece, StoredTensor, numel
 from zeroshard.checkpoint.foreign.torchzip import load
 from zeroshard.errors import CheckpointError
@@ -56,8 +55,7 @@ def stacked(
     parts: int,
     read: Read,
     step: float | None,
-    files: Mapping[int, Mapping[int, Path]],
-    where: Path,
+    files: Files,
 ) -> dict[str, Parameter]:
     """The parameters of one flat group of experts, stacked.
 
@@ -66,19 +64,19 @@ def stacked(
         parts: the number of ranks that divide the experts of a layer.
         read: reads master weights and moments.
         step: the number of updates.
-        files: the files of experts, by layer and expert.
-        where: the checkpoint, for messages.
+        files: the files of the checkpoint.
 
     Raises:
         CheckpointError: experts of a layer are missing.
     """
     members: dict[str, dict[int, str]] = {}
+    where = files.folder
     for name in shapes:
         found = ExpertName.of(name)
         if found is None:
             raise CheckpointError(f"{where}: {name!r} is among the experts, but no expert's")
         members.setdefault(found.stack, {})[found.local] = name
-    dtypes = _dtypes(files)
+    computed = _computed(files.experts, where)
     made: dict[str, Parameter] = {}
     for stack, names in members.items():
         if sorted(names) != list(range(len(names))) or len({shapes[name] for name in names.values()}) > 1:
@@ -88,8 +86,20 @@ def stacked(
         states = [read(part, names[local]) for part in range(parts) for local in range(len(names))]
         shape = (len(states), *shapes[names[0]])
         kept = {key: _stack([state[key] for state in states], shape, where) for key in states[0]}
-        weight = kept.pop("fp32")
-        made[stack] = Parameter(stack, weight, kept, step, compute=dtypes.get(stack))
+        forward = computed.get(stack, {})
+        if forward and not files.differ:
+            masters = [
+                must_round(state["fp32"], [one], f"{where}: the master weights of expert {number} of {stack!r}")
+                for number, state in enumerate(states)
+                if (one := forward.get(number)) is not None
+            ]
+            if len(masters) < len(states):
+                raise CheckpointError(
+                    f"{where}: of {len(states)} experts of {stack!r} the files {sorted(forward)} are there"
+                )
+            kept["fp32"] = _stack(masters, shape, where)
+        dtype = next((one.dtype for one in forward.values()), None)
+        made[stack] = Parameter(stack, kept.pop("fp32"), kept, step, compute=dtype)
     return made
 
 
@@ -106,8 +116,7 @@ def frozen(
     """Parameters of experts that were not trained, from the files of the experts."""
     found: dict[str, Parameter] = {}
     for layer, experts in files.items():
-        if sorted(experts) != list(range(len(experts))):
-            raise CheckpointError(f"{where}: of the experts of layer {layer} the files {sorted(experts)} are there")
+        _check_complete(layer, experts, where)
         states = [_of_expert(experts[number]) for number in range(len(experts))]
         for stack in states[0]:
             if stack in trained:
@@ -118,6 +127,11 @@ def frozen(
             shape = (len(values), *values[0].shape)
             found[stack] = Parameter(stack, _stack(values, shape, where), trainable=False)
     return found
+
+
+def _check_complete(layer: int, experts: Mapping[int, Path], where: Path) -> None:
+    if sorted(experts) != list(range(len(experts))):
+        raise CheckpointError(f"{where}: of the experts of layer {layer} the files {sorted(experts)} are there")
 
 
 def _of_expert(path: Path) -> dict[str, StoredTensor]:
@@ -132,7 +146,12 @@ def _of_expert(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def _dtypes(files: Mapping[int, Mapping[int, Path]]) -> dict[str, torch.dtype]:
-    """The forward's dtype of each stacked parameter, by the first expert of each layer."""
-    first = (_of_expert(experts[min(experts)]) for experts in files.values())
-    return {stack: value.dtype for state in first for stack, value in state.items()}
+def _computed(files: Mapping[int, Mapping[int, Path]], where: Path) -> dict[str, dict[int, StoredTensor]]:
+    """The forward's weights of each stacked parameter, by expert."""
+    found: dict[str, dict[int, StoredTensor]] = {}
+    for layer, experts in files.items():
+        _check_complete(layer, experts, where)
+        for number, path in sorted(experts.items()):
+            for stack, value in _of_expert(path).items():
+                found.setdefault(stack, {})[number] = value
+    return found

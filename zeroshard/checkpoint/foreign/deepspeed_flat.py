@@ -20,30 +20,42 @@ The last part is padded. Moments are divided like the master weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zeroshard.checkpoint.foreign.contents import Contents, Group, Parameter, plain
-from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, mapping, scaler_of
+from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, check_same, mapping, scaler_of, step_count
 from zeroshard.checkpoint.foreign.deepspeed_experts import ExpertName, stack_name, stacked
 from zeroshard.checkpoint.foreign.deepspeed_experts import frozen as frozen_experts
 from zeroshard.checkpoint.foreign.inert import Inert, Name
-from zeroshard.checkpoint.foreign.stored import Joined, Lazy, Piece, StoredTensor, numel
+from zeroshard.checkpoint.foreign.stored import Joined, Lazy, Piece, StoredTensor, chunks, numel
 from zeroshard.checkpoint.foreign.torchzip import load
 from zeroshard.errors import CheckpointError
 
 WEIGHT = "fp32"
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_LOOKED_AT, _FEWEST = 1024, 8
 _STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of a flat group: master weights and moments, 1-D, by name. `length` includes padding."""
+    """A rank's part of a flat group.
+
+    Attributes:
+        tensors: master weights and moments, 1-D, by name.
+        length: with padding.
+        padding: how much of it is padding; None if that is not told. DeepSpeed tells of all padding on the last rank,
+            so this may be more than that rank has.
+    """
 
     tensors: Mapping[str, Lazy]
     length: int
+    padding: int | None
 
 
 @dataclass(frozen=True)
@@ -80,25 +92,34 @@ class RankState:
         if not isinstance(weights, list):
             raise CheckpointError(f"{self.path} holds no {key}: it is no ZeRO checkpoint of DeepSpeed")
         # The optimizer of stages 1 and 2 removes the padding, the bf16 optimizer (which stores no stage) keeps it.
-        paddings = self.state.get("group_paddings") if self.stage != 3 and "zero_stage" in self.state else None
+        paddings = self.state.get("group_paddings") if self.stage != 3 else None
+        removed = "zero_stage" in self.state
         states = mapping(self.base().get("state"), self.path, "state")
         found = []
         for index, weight in enumerate(weights):
             if not isinstance(weight, StoredTensor) or len(weight.shape) != 1:
                 raise CheckpointError(f"{self.path}: group {index} has no flat master weights (they are on NVMe?)")
-            padding = paddings[index] if isinstance(paddings, list) and index < len(paddings) else 0
-            length = weight.shape[0] + (padding if type(padding) is int else 0)
+            padding = paddings[index] if isinstance(paddings, list) and index < len(paddings) else None
+            if padding is not None and (type(padding) is not int or padding < 0):
+                raise CheckpointError(f"{self.path} is damaged: the padding of group {index} is {padding!r:.80}")
+            length = weight.shape[0] + (padding if padding and removed else 0)
             tensors: dict[str, Lazy] = {WEIGHT: weight}
             for name, value in mapping(states.get(index, {}), self.path, "state").items():
-                if isinstance(value, StoredTensor) and len(value.shape) == 1 and name != "step":
-                    if value.shape[0] < weight.shape[0]:
-                        raise CheckpointError(
-                            f"{self.path}: {name} of group {index} has {value.shape[0]} elements, its weights "
-                            f"{weight.shape[0]}; if they were offloaded to NVMe, they are not in this file"
-                        )
+                if isinstance(value, StoredTensor) and self._is_moment(str(name), value, weight, index):
                     tensors[str(name)] = value
-            found.append(Part(tensors, length))
+            found.append(Part(tensors, length, padding))
         return found
+
+    def _is_moment(self, name: str, value: StoredTensor, weight: StoredTensor, index: int) -> bool:
+        """Whether a state has a number for each weight; a single number of another name than moments have is none."""
+        if name == "step" or (numel(value.shape) == 1 != weight.shape[0] and name not in _MOMENTS):
+            return False
+        if len(value.shape) != 1 or value.shape[0] < weight.shape[0]:
+            raise CheckpointError(
+                f"{self.path}: {name} of group {index} has shape {list(value.shape)}, its weights "
+                f"{list(weight.shape)}; if they were offloaded to NVMe, they are not in this file"
+            )
+        return True
 
     def step(self, index: int) -> float | None:
         """The number of updates of flat group `index`; None if it is not known."""
@@ -110,9 +131,12 @@ class RankState:
         for group in base.get("param_groups") or ():  # DeepSpeed's fused Adam counts by group
             if value is None and isinstance(group, dict) and index in group.get("params", ()):
                 value = group.get("step")
-        if isinstance(value, StoredTensor) and numel(value.shape) == 1:
-            return float(value.read().item())
-        return float(value) if isinstance(value, (int, float)) else None
+        return step_count(value, self.path)
+
+    def options(self) -> list[Any]:
+        """Hyper-parameters by optimizer group."""
+        groups = self.base().get("param_groups") or ()
+        return [plain(group, "param_groups", []) for group in groups]
 
 
 def open_flat(files: Files, common: Common) -> Contents:
@@ -127,28 +151,35 @@ def open_flat(files: Files, common: Common) -> Contents:
         raise CheckpointError(
             f"{files.folder}: ranks have {[len(p) for p in parts]} flat groups, not {len(common.shapes)}"
         )
+    _check_one_state(ranks, parts, files.folder)
     parameters: dict[str, Parameter] = {}
     counts = _partition_counts(ranks[0], len(common.shapes), world)
     for index, shapes in enumerate(common.shapes):
         experts = {name: shape for name, shape in shapes.items() if ExpertName.of(name) is not None}
         if experts:
             parameters |= _experts(files, common, ranks, index, counts[index], experts)
-        if counts[index] < world:
+        if experts and len(experts) == len(shapes):
             continue
+        if counts[index] < world:
+            raise CheckpointError(
+                f"{files.folder}: {counts[index]} ranks divide flat group {index}, but {world} saved the checkpoint"
+            )
         group = [part[index] for part in parts]
         paddings = _alignment(ranks[0], index, len(shapes))
-        layout = _pieces_3(shapes, world) if stage == 3 else _pieces_12(shapes, group, paddings, files.folder)
-        names = [key for key in group[0].tensors if all(key in part.tensors for part in group)]
+        layout = (
+            _pieces_3(shapes, group, files.folder) if stage == 3 else _pieces_12(shapes, group, paddings, files.folder)
+        )
+        names = list(group[0].tensors)
         for name, shape in shapes.items():
             if name in experts:
                 continue
             joined = {key: _join(layout(name), group, key, shape, files.folder, name) for key in names}
-            weight = joined.pop(WEIGHT)
+            weight = common.rounded(name, joined.pop(WEIGHT))
             parameters[name] = Parameter(name, weight, joined, ranks[0].step(index), compute=common.compute_dtype(name))
     parameters |= frozen_experts(files.experts, parameters, files.folder)
     if stage == 3:
         parameters |= frozen_3(files, common, world)
-        left_out += [f"{name}: it was excluded at the save" for name in common.excluded(parameters)]
+        left_out += common.absent(parameters)
     else:
         parameters |= common.whole_frozen(left_out)
     version = common.state.get("ds_version")
@@ -189,7 +220,7 @@ def _experts(
     paddings = _alignment(ranks[0], index, len(shapes))
     groups = [[rank.parts()[index] for rank in ranks[part::parts]] for part in range(parts)]
     layouts = [_pieces_12(shapes, group, paddings, files.folder) for group in groups]
-    names = [key for key in groups[0][0].tensors if all(key in one.tensors for group in groups for one in group)]
+    names = list(groups[0][0].tensors)
 
     def read(part: int, name: str) -> Mapping[str, Lazy]:
         group, pieces = groups[part], layouts[part](name)
@@ -199,7 +230,7 @@ def _experts(
         raise CheckpointError(
             f"{files.folder}: flat group {index} holds experts of some ranks, and what all ranks have"
         )
-    return stacked(experts, parts, read, ranks[0].step(index), files.experts, files.folder)
+    return stacked(experts, parts, read, ranks[0].step(index), files)
 
 
 def _check_ranks(files: Files, ranks: list[RankState], stage: int) -> None:
@@ -217,6 +248,15 @@ def _check_ranks(files: Files, ranks: list[RankState], stage: int) -> None:
         raise CheckpointError(f"{files.folder} holds files of several ZeRO stages: {[rank.stage for rank in ranks]}")
 
 
+def _check_one_state(ranks: Sequence[RankState], parts: Sequence[Sequence[Part]], where: Path) -> None:
+    """Raise CheckpointError if ranks have different counts of steps, hyper-parameters, or names of moments."""
+    check_same([rank.state.get("partition_count") for rank in ranks], "partition_count", where)
+    check_same([rank.options() for rank in ranks], "param_groups", where)
+    for index in range(len(parts[0])):
+        check_same([rank.step(index) for rank in ranks], f"the step count of flat group {index}", where)
+        check_same([sorted(part[index].tensors) for part in parts], f"the state of flat group {index}", where)
+
+
 def _alignment(rank: RankState, index: int, count: int) -> list[int]:
     paddings = rank.state.get("param_alignment_paddings")
     if paddings is None:
@@ -227,20 +267,44 @@ def _alignment(rank: RankState, index: int, count: int) -> list[int]:
     return found
 
 
+def _check_different(parts: Sequence[Lazy], where: Path) -> None:
+    """Raise CheckpointError if two ranks have the same master weights, and not one value only."""
+    seen: dict[bytes, int] = {}
+    for rank, part in enumerate(parts):
+        start = part.read_flat(0, min(_LOOKED_AT, numel(part.shape)))
+        if len(start) < _FEWEST or bool((start == start[:1]).all()):
+            continue
+        other = seen.setdefault(bytes(start.view(torch.uint8).numpy().data), rank)
+        if other != rank and all(
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(chunks(parts[other]), chunks(part), strict=True)
+        ):
+            raise CheckpointError(
+                f"{where}: the optimizer files of ranks {other} and {rank} have the same weights, where each must have "
+                "its own: one was copied over the other"
+            )
+
+
 Pieces = Callable[[str], list[tuple[int, int, int]]]  # name -> (rank, start, count)
 
 
 def _pieces_12(shapes: Mapping[str, tuple[int, ...]], group: list[Part], paddings: list[int], where: Path) -> Pieces:
     size = group[0].length
-    if any(part.length != size for part in group):
+    # DeepSpeed tells the last rank of all padding, be it more than that rank has.
+    if any(part.length != size and (part.padding or 0) <= size for part in group):
         raise CheckpointError(f"{where}: partitions of one group have lengths {[part.length for part in group]}")
+    _check_lengths(group, size, where)
     offsets: dict[str, tuple[int, int]] = {}
     at = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         offsets[name] = (at, numel(shape))
         at += numel(shape) + padding
-    if at > size * len(group):
-        raise CheckpointError(f"{where}: the parameters have {at} elements, their partitions {size * len(group)}")
+    spare, told = size * len(group) - at, [part.padding for part in group if part.padding is not None]
+    if spare < 0 or (len(told) == len(group) and spare != sum(told)):
+        raise CheckpointError(
+            f"{where}: the parameters have {at} elements, their partitions {size * len(group)}, with {sum(told)} of "
+            "padding: the model files and optimizer files are not of one save"
+        )
 
     def pieces(name: str) -> list[tuple[int, int, int]]:
         start, count = offsets[name]
@@ -254,12 +318,33 @@ def _pieces_12(shapes: Mapping[str, tuple[int, ...]], group: list[Part], padding
     return pieces
 
 
-def _pieces_3(shapes: Mapping[str, tuple[int, ...]], world: int) -> Pieces:
+def _check_lengths(group: list[Part], size: int, where: Path) -> None:
+    """Raise CheckpointError if a moment has neither as many elements as the weights, nor as these and padding."""
+    for rank, part in enumerate(group):
+        held = numel(part.tensors[WEIGHT].shape)
+        for key, value in part.tensors.items():
+            if numel(value.shape) not in (held, size):
+                raise CheckpointError(
+                    f"{where}: {key} of rank {rank} has {numel(value.shape)} elements in a flat group, "
+                    f"its weights have {held}"
+                )
+
+
+def _pieces_3(shapes: Mapping[str, tuple[int, ...]], group: list[Part], where: Path) -> Pieces:
+    world = len(group)
     offsets: dict[str, tuple[int, int]] = {}
     at = 0
     for name, shape in shapes.items():
         offsets[name] = (at, numel(shape))
         at += -(-numel(shape) // world)
+    held = [part.length for part in group]
+    if any(one != at for one in held):
+        raise CheckpointError(
+            f"{where}: the parameters have {at} elements on each rank, the optimizer files {held}: the model files and "
+            "optimizer files are not of one save"
+        )
+    _check_lengths(group, at, where)
+    _check_different([part.tensors[WEIGHT] for part in group], where)
 
     def pieces(name: str) -> list[tuple[int, int, int]]:
         start, count = offsets[name]

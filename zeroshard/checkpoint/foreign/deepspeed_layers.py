@@ -10,7 +10,7 @@ has its parameters without the key that ties it, so they are found by the rest o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,8 @@ class Layers:
         tied = {
             (match[1], shape) for state in states for name, shape in _shapes(state) if (match := TIED.fullmatch(name))
         }
+        for rank, state in enumerate(states):
+            _check_there(state, held, rank, where)
         frozen = {
             number
             for number in every - known
@@ -95,6 +97,15 @@ class Layers:
         layers = self.held[part] if self.held else {}
         return lambda state: self._module(state, layers, self.frozen if with_frozen else frozenset())
 
+    def copies_of(self, part: int, state: Mapping[str, Any]) -> dict[str, tuple[StoredTensor, ...]]:
+        """The tensors of all layers that may be those of a rank's tied parameters, by the names of these."""
+        layers = self.held[part] if self.held else {}
+        return {
+            name: tuple(_like_tied(layers, match[1], shape))
+            for name, shape in _shapes(state)
+            if (match := TIED.fullmatch(name))
+        }
+
     @staticmethod
     def _module(
         state: Mapping[str, Any], layers: Mapping[int, Mapping[Any, Any]], more: frozenset[int]
@@ -104,12 +115,41 @@ class Layers:
         shapes = dict(_shapes(state))
         for name in names_of(state):
             match = TIED.fullmatch(name)
-            same = (value for layer in layers.values() for key, value in layer.items() if match and key == match[1])
-            tensors = (value for value in same if isinstance(value, StoredTensor))
-            value = next((one for one in tensors if one.shape == shapes.get(name, one.shape)), None)
+            value = next(iter(_like_tied(layers, match[1], shapes.get(name))), None) if match else None
             if value is not None:
                 found[name] = value
         return found
+
+
+def _check_there(
+    state: Mapping[str, Any], held: Sequence[Mapping[int, Mapping[Any, Any]]], rank: int, where: Path
+) -> None:
+    """Raise CheckpointError if no file of a layer has a parameter that is trained on a model-parallel rank.
+
+    Which tensor-parallel rank that is, is not known yet, so it may be in the files of any.
+    """
+    for name, shape in _shapes(state):
+        number, _, key = name.partition(".")
+        match = TIED.fullmatch(name)
+        found = [next(_like_tied(layers, match[1], shape), None) for layers in held] if match else []
+        if match is None and number.isdigit():
+            found = [layers.get(int(number), {}).get(key) for layers in held]
+        if held and not any(isinstance(one, StoredTensor) and one.shape == shape for one in found):
+            file = "layer_*" if match else f"layer_{int(number):02d}*" if number.isdigit() else "layer_*"
+            raise CheckpointError(
+                f"{where / file}_states.pt have no {name!r} of shape {list(shape)}, which model-parallel rank {rank} "
+                "trains: files of several layers or saves were mixed, so copy the checkpoint again"
+            )
+
+
+def _like_tied(
+    layers: Mapping[int, Mapping[Any, Any]], key: str, shape: tuple[int, ...] | None
+) -> Iterator[StoredTensor]:
+    """The tensors of layers under `key`, of `shape` if it is known."""
+    for layer in layers.values():
+        value = layer.get(key)
+        if isinstance(value, StoredTensor) and value.shape == (shape or value.shape):
+            yield value
 
 
 def _shapes(state: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:

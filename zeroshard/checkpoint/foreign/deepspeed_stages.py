@@ -70,6 +70,11 @@ def _joined(found: Sequence[Contents], where: Path) -> Contents:
     parameters = dict(found[0].parameters)
     for contents in found[1:]:
         for name, parameter in contents.parameters.items():
+            if name in parameters and TIED.fullmatch(name) is None:
+                raise CheckpointError(
+                    f"{where}: {name!r} is on several stages, though it is of no tied layer: files of several ranks or "
+                    "saves were mixed, so copy the checkpoint again"
+                )
             if parameters.setdefault(name, parameter).shape != parameter.shape:
                 raise CheckpointError(f"{where}: {name!r} has several shapes on the stages that hold it")
     renamed = {name: _named_here(name) for name in parameters}
@@ -109,7 +114,8 @@ def _grid(states: Sequence[Mapping[str, Any]], parts: int, where: Path) -> list[
 
 def _stage(number: int, ranks: Sequence[Files], layers: Layers, info: Info | None) -> Contents:
     """The contents of one stage. The first one gets the layers that none has trained parameters of."""
-    commons = [Common.read(files, layers.module_of(part, number == 0)) for part, files in enumerate(ranks)]
+    read = [Common.read(files, layers.module_of(part, number == 0)) for part, files in enumerate(ranks)]
+    commons = [replace(common, copies=layers.copies_of(part, common.state)) for part, common in enumerate(read)]
     return open_rank(ranks[0], commons[0], 1) if len(ranks) == 1 else joined_parts(ranks, commons, info)
 
 

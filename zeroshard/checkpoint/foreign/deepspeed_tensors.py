@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint.foreign.contents import Contents, Parameter
-from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, check_one_save
+from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, check_one_save, check_same
 from zeroshard.checkpoint.foreign.deepspeed_universal import open_rank
 from zeroshard.checkpoint.foreign.stored import Copies, Joined, Lazy, Mean, Piece, Tile, Tiled, numel
 from zeroshard.errors import CheckpointError
@@ -54,10 +54,19 @@ def open_tensor_parts(ranks: Sequence[Files], info: Info | None) -> Contents:
         CheckpointError: files are missing or damaged, or nothing says how weights were cut.
     """
     commons = [Common.read(files) for files in ranks]
-    said = commons[0].state.get("mp_world_size")
-    if said != len(ranks):
-        raise CheckpointError(f"{ranks[0].folder} holds the files of {len(ranks)} model-parallel ranks, of {said}")
+    for common in commons:
+        check_ranks(common, len(ranks))
     return joined_parts(ranks, commons, info)
+
+
+def check_ranks(common: Common, there: int) -> None:
+    """Raise CheckpointError if a rank's file tells of another number of model-parallel ranks than are there."""
+    said = common.state.get("mp_world_size", 1)
+    if type(said) is not int or said != there:
+        raise CheckpointError(
+            f"{common.path.parent} holds the files of {there} model-parallel ranks, of {str(said)[:80]} that "
+            f"{common.path.name} tells of: files are missing or left from an earlier save; copy the checkpoint again"
+        )
 
 
 def joined_parts(ranks: Sequence[Files], commons: Sequence[Common], info: Info | None) -> Contents:
@@ -73,12 +82,13 @@ def joined_parts(ranks: Sequence[Files], commons: Sequence[Common], info: Info |
         raise CheckpointError(f"{where}: tensor-parallel ranks have parameters or buffers of different names")
     if any([group.names for group in contents.groups] != [group.names for group in first.groups] for contents in found):
         raise CheckpointError(f"{where}: tensor-parallel ranks have optimizer groups of different parameters")
+    check_same([[group.options for group in contents.groups] for contents in found], "param_groups", where)
     return replace(
         first,
         origin=f"{first.origin}, {len(found)} tensor-parallel parts",
         parameters={
-            name: parameter
-            if parameter.trainable and ranks[0].universal  # DeepSpeed's converter has joined it
+            name: _converted(parameter, [common.trained[name] for common in commons], cuts, where)
+            if parameter.trainable and ranks[0].universal
             else _joined(name, [one.parameters[name] for one in found], cuts, where)
             for name, parameter in first.parameters.items()
         },
@@ -219,11 +229,28 @@ def _joined(name: str, parts: Sequence[Parameter], cuts: _Cuts, where: Path) -> 
             f"same values; list it in {_WHOLE} (--universal-checkpoint-info FILE)"
         )
     told = f"{where}: {name!r}"
+    check_same([part.step for part in parts], f"the step count of {name!r}", where)
     weight = _whole(name, weights, cuts, told)
     moments = {
         key: _whole(name, [part.moments[key] for part in parts], cuts, f"{told} ({key})") for key in first.moments
     }
     return replace(first, weight=weight, moments=moments)
+
+
+def _converted(parameter: Parameter, parts: Sequence[tuple[int, ...]], cuts: _Cuts, where: Path) -> Parameter:
+    """A parameter that DeepSpeed's converter has joined; raises CheckpointError if `parts` (shapes) make another."""
+    shape, whole, name = parameter.shape, list(parts[0]), parameter.name
+    dim = 1 if cuts.has(_COLUMNS, name) and len(whole) > 1 and cuts.several_in(name) is None else 0
+    if whole and not cuts.has(_WHOLE, name) and not cuts.has(_MEAN, name):
+        whole[dim] = sum(part[dim] for part in parts)
+    words = cuts.vocabulary if cuts.has(_VOCABULARY, name) else None
+    cut = words is not None and bool(shape) and words <= shape[0] <= whole[0]  # rows after the vocabulary are padding
+    if list(shape) != whole and not (cut and list(shape[1:]) == whole[1:]):
+        raise CheckpointError(
+            f"{where}: {name!r} has shape {list(shape)} in the folder zero, but by {INFO} the parts of the ranks, "
+            f"{[list(part) for part in parts]}, make {whole}: files of several saves were mixed, so convert them again"
+        )
+    return parameter
 
 
 def _same_start(parts: Sequence[Lazy]) -> bool:

@@ -12,10 +12,11 @@ read from the model file, which has them in their own dtypes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from zeroshard.checkpoint.foreign.contents import Contents, Parameter
-from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, mapping, scaler_of
+from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, mapping, scaler_of, step_count
 from zeroshard.checkpoint.foreign.deepspeed_flat import WEIGHT, RankState, frozen_3, groups_of, open_flat
 from zeroshard.checkpoint.foreign.stored import Joined, Lazy, Piece, StoredTensor, numel
 from zeroshard.checkpoint.foreign.torchzip import load
@@ -46,9 +47,10 @@ def open_universal(files: Files, common: Common, parts: int = 1) -> Contents:
     for index, shapes in enumerate(common.shapes):
         for name, shape in shapes.items():
             parameters[name] = _parameter(folder, name, shape, steps.get(index), common, parts)
+        _check_group([parameters[name] for name, shape in shapes.items() if numel(shape)], folder)
     if stage == 3:
         parameters |= frozen_3(files, common, len(files.model))
-        left_out += [f"{name}: it was excluded at the save" for name in common.excluded(parameters)]
+        left_out += common.absent(parameters)
     else:
         parameters |= common.whole_frozen(left_out)
     return common.contents(
@@ -80,13 +82,29 @@ def _parameter(
             continue
         value = load(file)
         if key == "step":
-            step = float(value.read().item()) if isinstance(value, StoredTensor) and numel(value.shape) == 1 else step
+            step = step_count(value, file)
             continue
         found[key] = _whole(file, value, shape) if parts == 1 else _of_parts(file, value, shape, parts)
     weight = found.pop(WEIGHT, None)
     if weight is None:
         raise CheckpointError(f"{home} has no fp32.pt: the weights of {name!r} are missing")
+    weight = common.rounded(name, weight) if parts == 1 else weight
     return Parameter(name, weight, found, step, compute=common.compute_dtype(name))
+
+
+def _check_group(parameters: Sequence[Parameter], folder: Path) -> None:
+    """Raise CheckpointError if parameters of one flat group have different moments or counts of steps."""
+    for parameter in parameters:
+        first = parameters[0]
+        for what, one, other in (
+            ("files of moments", sorted(first.moments), sorted(parameter.moments)),
+            ("step counts", first.step, parameter.step),
+        ):
+            if one != other:
+                raise CheckpointError(
+                    f"{folder / parameter.name} has {what} {other}, {first.name!r} of the same optimizer group {one}: "
+                    "files are missing, or of several saves; copy the checkpoint again"
+                )
 
 
 def _whole(file: Path, value: object, shape: tuple[int, ...]) -> Lazy:

@@ -6,16 +6,19 @@
     Cast           another tensor in another dtype
     Copies         a tensor of which several files have a copy (tensor-parallel ranks)
     Mean           the mean of several tensors
+    Rounded        a tensor that must round to another one (master weights, and the weights of the forward)
 
 Reads read only the bytes that are needed, into new memory. Files are not mapped, so memory is freed with the result.
+The first read of a range of a file compares its checksum, if it has one.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +28,7 @@ from zeroshard.errors import CheckpointError
 
 _READ_AT_ONCE = 1 << 30
 _MAX_COMPARED = 20_000_000
+_SUMMED_AT_ONCE = 4 << 20
 
 
 class Lazy(Protocol):
@@ -49,13 +53,41 @@ def numel(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
+class Checksum:
+    """The CRC-32 of a range of a file, which is compared once."""
+
+    def __init__(self, crc32: int) -> None:
+        self._crc32 = crc32
+        self._compared = False
+
+    def compare(self, content: FileRange) -> None:
+        """Raises CheckpointError if the bytes of the range have another CRC-32."""
+        if self._compared:
+            return
+        found = 0
+        for start in range(0, content.length, _SUMMED_AT_ONCE):
+            found = zlib.crc32(content.part(start, min(_SUMMED_AT_ONCE, content.length - start)).read(), found)
+        if found != self._crc32:
+            raise CheckpointError(
+                f"{content.path} is damaged: bytes {content.start} to {content.start + content.length} have the "
+                f"checksum {found:08x}, not {self._crc32:08x}; copy the file again, or take another checkpoint"
+            )
+        self._compared = True
+
+
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes [start, start + length) of a file."""
+    """Bytes [start, start + length) of a file, which have a checksum or none."""
 
     path: Path
     start: int
     length: int
+    checksum: Checksum | None = field(default=None, compare=False)
+
+    def compare(self) -> None:
+        """Raises CheckpointError if the bytes do not have their checksum; they are read once."""
+        if self.checksum is not None:
+            self.checksum.compare(self)
 
     def part(self, start: int, length: int) -> FileRange:
         if start < 0 or length < 0 or start + length > self.length:
@@ -136,6 +168,7 @@ class StoredTensor:
 
     def _fill(self, out: torch.Tensor, start: int) -> None:
         if len(out):
+            self.storage.compare()
             part = self.storage.part(start * self.dtype.itemsize, out.nbytes)
             part.read_into(out.view(torch.uint8).numpy().data)
 
@@ -326,6 +359,49 @@ class Mean(_OfRanks):
         for one in self.of[1:]:
             total += one.read_flat(start, stop)
         return total.div_(len(self.of))
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A tensor of which other files hold roundings, all of its shape; what is read of it must round to one of them.
+
+    Attributes:
+        roundings: in a floating-point dtype of at least 2 bytes.
+        told: for messages: what differs, and what to do.
+    """
+
+    of: Lazy
+    roundings: tuple[Lazy, ...]
+    told: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of.dtype
+
+    def read(self) -> torch.Tensor:
+        whole = self.of.read()
+        flat = whole.reshape(-1)
+        step = max(1, _SUMMED_AT_ONCE // self.dtype.itemsize)
+        for start in range(0, len(flat), step):
+            self._compare(flat[start : start + step], start)
+        return whole
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        part = self.of.read_flat(start, stop)
+        self._compare(part, start)
+        return part
+
+    def _compare(self, part: torch.Tensor, start: int) -> None:
+        for rounding in self.roundings:
+            held = rounding.read_flat(start, start + len(part))
+            own = part.to(held.dtype)
+            if bool(((own == held) | (own.isnan() & held.isnan())).all()):
+                return
+        raise CheckpointError(self.told)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@
 torch writes a plain subset of zip: entries are stored without compression, and the directory describes all bytes. So
 this reader refuses everything else: compression, encryption, entries that overlap (by which a few kB can unpack to
 petabytes), names that leave the archive, duplicate names, a comment that hides a second directory. Python's `zipfile`
-would accept these.
+would accept these. The CRC-32 of an entry is compared when it is first read, which torch.load does not; 0 stands for
+none (`torch.serialization.set_crc32_options(False)`).
 
 `data.pkl` has the object, whose tensors refer to storages `data/KEY`. `unpickle` reads it; tensors become
 `StoredTensor`s.
@@ -16,14 +17,14 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zeroshard.checkpoint.foreign.inert import Name, StorageType, shape_of
-from zeroshard.checkpoint.foreign.stored import FileRange, StoredTensor
+from zeroshard.checkpoint.foreign.stored import Checksum, FileRange, StoredTensor
 from zeroshard.checkpoint.foreign.unpickle import Limits, unpickle
 from zeroshard.errors import CheckpointError
 
@@ -66,6 +67,7 @@ def load(file: str | os.PathLike[str] | FileRange, limits: Limits | None = None)
     if order is not None and (order.content.length > 16 or bytes(order.content.read()) != b"little"):
         raise CheckpointError(f"{archive.path} was written on a machine with another byte order; it can't be read here")
     content = entries[pickles[0]].content
+    content.compare()
     if content.length > limits.pickle_bytes:
         raise CheckpointError(f"{archive.path}: its pickle has {content.length} bytes, more than {limits.pickle_bytes}")
 
@@ -208,7 +210,8 @@ def _entries(archive: FileRange, start: int, size: int, count: int) -> dict[str,
             raise _bad(archive, f"entry {name!r} is compressed, which torch never does: it may be a bomb")
         if flags & 1:
             raise _bad(archive, f"entry {name!r} is encrypted")
-        found[name] = Entry(name, header, _content(archive, name, header, unpacked))
+        content = _content(archive, name, header, unpacked)
+        found[name] = Entry(name, header, replace(content, checksum=Checksum(record[7]) if record[7] else None))
     if at != size:
         raise _bad(archive, "its directory has another size than it says")
     _check_apart(archive, found, start)
