@@ -219,6 +219,22 @@ def test_an_optimizer_of_stage_3_that_was_copied_over_another_rank_is_refused(tm
         open_checkpoint(source)
 
 
+def test_norms_of_stage_3_that_are_not_trained_yet_may_be_the_same_on_all_ranks(tmp_path: Path) -> None:
+    norm = {"norm.weight": torch.ones(32), "norm.bias": torch.zeros(32)}
+    new = {name: Held(dict.fromkeys(KEYS, value)) for name, value in norm.items()}
+    groups = [new, {"weight": _held(1, 6, 8)}]
+    _same(open_checkpoint(write_stage_3(tmp_path / "step0", groups, 2)), {**groups[0], **groups[1]})
+
+
+def test_model_files_of_several_saves_are_refused_where_they_have_frozen_weights(tmp_path: Path) -> None:
+    folder = shutil.copytree(FIXTURES / "checkpoints" / "zero3" / "step3", tmp_path / "step3")
+    _changed(folder / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda state: state.update(global_steps=2))
+    with pytest.raises(
+        CheckpointError, match=r"\(global_steps, global_samples\) of zero_pp_rank_1_mp_rank_00_model_st"
+    ):
+        open_checkpoint(folder)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_that_do_not_fill_the_partitions_are_refused(stage: int, tmp_path: Path) -> None:
     if stage == 1:
@@ -420,3 +436,56 @@ def test_an_import_that_is_killed_leaves_nothing_and_runs_again(tmp_path: Path) 
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert json.loads(done.stdout)["steps"] == 7
     assert sorted(path.name for path in (tmp_path / "own").iterdir()) == ["global_step7", "latest"]
+
+
+WRONG_CUTS: dict[str, tuple[bytes | dict[str, Any], str]] = {
+    "deep": (b"[" * 100_000, "nested too deeply"),
+    "a vocabulary in words": ({"original_vocab_size": "6"}, "original_vocab_size in .* is '6', not a number of words"),
+    "no vocabulary": ({"original_vocab_size": 0}, "original_vocab_size in .* is '0', not a number of words"),
+    "more words than rows": (
+        {"original_vocab_size": 7, "vocabulary_parameter_patterns": [".*weight"]},
+        "'0.weight' has 6 rows, fewer than original_vocab_size of .*, 7",
+    ),
+    "a number as pattern": ({"vocabulary_parameter_patterns": [3]}, "a pattern in .* is '3', no text"),
+    "columns of other rows": (
+        {"parameter_with_row_parallelism_patterns": [".*weight"]},
+        r"'0.weight': parts of shapes \[\[2, 5\], \[2, 5\], \[1, 5\]\] do not fit together by columns",
+    ),
+    "widths in a list": (
+        {
+            "parameter_with_sub_params": [{"patterns": ["a"], "shape": [6, 5], "partition_dim": 0}],
+            "sub_param_shard_widths": [1],
+        },
+        "sub_param_shard_widths in .* is '.1.', not an object",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CUTS)
+def test_a_file_on_cuts_that_contradicts_the_checkpoint_is_refused(case: str, tmp_path: Path) -> None:
+    content, said = WRONG_CUTS[case]
+    rows = 5 if "columns" in case else 6
+    layers = [Layer({"weight": _held(1, rows, 5, cut="rows"), "norm": _held(2, 6)})]
+    source = write(tmp_path / "step7", layers, Layout((1,), 3, 1), None)
+    cuts = tmp_path / "cuts.json"
+    if isinstance(content, dict):
+        content = json.dumps({"tp_replicated_parameter_patterns": [".*norm"], **content}).encode()
+    cuts.write_bytes(content)
+    result = _import(source, tmp_path / "own", "--universal-checkpoint-info", str(cuts))
+    with pytest.raises(ValueError, match=said):
+        raise result.exception or AssertionError(result.output)
+    assert not list(tmp_path.glob("own/*"))
+
+
+def test_an_empty_tag_to_write_is_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "step7", _layers(), DATA, None)
+    result = _import(source, tmp_path / "own", "--as", "")
+    with pytest.raises(CheckpointError, match="checkpoint tag ''"):
+        raise result.exception or AssertionError(result.output)
+
+
+def test_a_pointer_that_can_not_be_read_is_named(tmp_path: Path) -> None:
+    """Its first byte can't be read, be it by an administrator, to whom permissions do not apply."""
+    (tmp_path / "latest").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=r"latest can't be read|Input/output error"):
+        open_checkpoint(tmp_path)

@@ -33,22 +33,28 @@ def open_checkpoint(
         CheckpointError: there is none, or it is damaged or malicious.
     """
     base = Path(directory)
+    try:
+        return _open(base, tag, cuts, masters_differ)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # values of unexpected types
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{base} is damaged: {type(error).__name__} {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or base} can't be read: {error.strerror}") from error
+
+
+def _open(base: Path, tag: str | None, cuts: Mapping[str, Any] | None, masters_differ: bool) -> Contents:
     if not base.is_dir():
         raise CheckpointError(f"there is no folder {base}")
     own = find_native(base, tag)
     if own is not None:
         return open_native(own)
-    try:
-        found = deepspeed.find(base, tag)
-        if found is not None:
-            return deepspeed.open_deepspeed(found, cuts, masters_differ=masters_differ)
-        folder = base if tag is None else base / deepspeed.check_tag(tag, base)
-        if is_dcp(folder):
-            return open_dcp(folder)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:  # values of unexpected types
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{base} is damaged: {type(error).__name__} {error}") from error
+    found = deepspeed.find(base, tag)
+    if found is not None:
+        return deepspeed.open_deepspeed(found, cuts, masters_differ=masters_differ)
+    folder = base if tag is None else base / deepspeed.check_tag(tag, base)
+    if is_dcp(folder):
+        return open_dcp(folder)
     raise CheckpointError(
         f"{folder} holds no checkpoint of zeroshard, DeepSpeed (ZeRO 1 to 3 or universal) or "
         f"torch.distributed.checkpoint{_hint(folder)}"

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from zeroshard.bounded import read_bounded
 from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:  # torch takes a while to import, and --help should not wait for it
@@ -133,7 +134,7 @@ def import_(
     moments = {(n, key): value for n, p in contents.parameters.items() for key, value in p.moments.items()}
     total = total_bytes(tensors) + sum(total_bytes({key: value}) for (_, key), value in moments.items())
     with _progress("import", total) as progress:
-        folder = write_native(contents, directory, name or f"global_step{contents.steps}", progress)
+        folder = write_native(contents, directory, f"global_step{contents.steps}" if name is None else name, progress)
     record(directory, Act.IMPORT, folder.name)
     result = {
         "folder": str(folder),
@@ -160,7 +161,9 @@ def _refuse_source(source: Path, directory: Path) -> None:
 def _json_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file that the user wrote. Raises UsageError, with its name."""
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(read_bounded(file))
+    except RecursionError as error:
+        raise UsageError(f"{file} can't be read as JSON: it is nested too deeply") from error
     except (OSError, ValueError) as error:
         raise UsageError(f"{file} can't be read as JSON: {error}") from error
     if not isinstance(value, dict):

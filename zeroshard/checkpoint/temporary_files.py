@@ -57,7 +57,9 @@ class Owner:
         try:
             base.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
-            raise OSError(error.errno, "it is no directory (but a file, or a link that leads to none)", base) from error
+            raise OSError(
+                error.errno, "it is no directory (but a file, or a link that leads to none)", str(base)
+            ) from error
         self._base = base
         self._descriptor = -1
         while self._descriptor < 0:

@@ -152,6 +152,8 @@ def open_flat(files: Files, common: Common) -> Contents:
             f"{files.folder}: ranks have {[len(p) for p in parts]} flat groups, not {len(common.shapes)}"
         )
     _check_one_state(ranks, parts, files.folder)
+    if stage == 3:
+        _check_different(parts, files.folder)
     parameters: dict[str, Parameter] = {}
     counts = _partition_counts(ranks[0], len(common.shapes), world)
     for index, shapes in enumerate(common.shapes):
@@ -267,22 +269,30 @@ def _alignment(rank: RankState, index: int, count: int) -> list[int]:
     return found
 
 
-def _check_different(parts: Sequence[Lazy], where: Path) -> None:
-    """Raise CheckpointError if two ranks have the same master weights, and not one value only."""
+def _check_different(parts: Sequence[Sequence[Part]], where: Path) -> None:
+    """Raise CheckpointError if two ranks have the same master weights in all flat groups.
+
+    In some groups they may: norms and biases that are not trained yet.
+    """
     seen: dict[bytes, int] = {}
-    for rank, part in enumerate(parts):
-        start = part.read_flat(0, min(_LOOKED_AT, numel(part.shape)))
-        if len(start) < _FEWEST or bool((start == start[:1]).all()):
+    for rank, own in enumerate(parts):
+        weights = [part.tensors[WEIGHT] for part in own]
+        starts = [weight.read_flat(0, min(_LOOKED_AT, numel(weight.shape))) for weight in weights]
+        if all(len(start) < _FEWEST or bool((start == start[:1]).all()) for start in starts):
             continue
-        other = seen.setdefault(bytes(start.view(torch.uint8).numpy().data), rank)
-        if other != rank and all(
-            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-            for a, b in zip(chunks(parts[other]), chunks(part), strict=True)
-        ):
+        key = b"".join(bytes(start.view(torch.uint8).numpy().data) for start in starts)
+        other = seen.setdefault(key, rank)
+        others = [part.tensors[WEIGHT] for part in parts[other]]
+        if other != rank and all(_equal(a, b) for a, b in zip(others, weights, strict=True)):
             raise CheckpointError(
                 f"{where}: the optimizer files of ranks {other} and {rank} have the same weights, where each must have "
                 "its own: one was copied over the other"
             )
+
+
+def _equal(one: Lazy, other: Lazy) -> bool:
+    pairs = zip(chunks(one), chunks(other), strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 Pieces = Callable[[str], list[tuple[int, int, int]]]  # name -> (rank, start, count)
@@ -344,7 +354,6 @@ def _pieces_3(shapes: Mapping[str, tuple[int, ...]], group: list[Part], where: P
             "optimizer files are not of one save"
         )
     _check_lengths(group, at, where)
-    _check_different([part.tensors[WEIGHT] for part in group], where)
 
     def pieces(name: str) -> list[tuple[int, int, int]]:
         start, count = offsets[name]
@@ -383,6 +392,8 @@ def frozen_3(files: Files, common: Common, world: int) -> dict[str, Parameter]:
     for rank in range(1, world):
         path = files.model[rank]
         state = mapping(load(path), path, "the content")
+        saves = [(one.get("global_steps"), one.get("global_samples")) for one in (common.state, state)]
+        check_same(saves, f"(global_steps, global_samples) of {path.name}", files.folder)
         fragments.append(mapping(state.get("frozen_param_fragments"), path, "frozen_param_fragments"))
     found = {}
     for name, shape in common.frozen_shapes.items():

@@ -150,10 +150,12 @@ class _Cuts:
         if unknown:
             raise CheckpointError(f"{INFO} has {unknown}; {common.path} needs keys of {sorted(_OF_USERS)}")
         size = info.get(_WORDS)
+        if size is not None and (type(size) is not int or size < 1):
+            raise CheckpointError(f"{common.path}: {_WORDS} in {INFO} is {str(size)[:80]!r}, not a number of words")
         return _Cuts(
             {kind: tuple(_pattern(text, common.path) for text in _list(info, kind, common.path)) for kind in _KINDS},
             tuple(one for told in _list(info, _SEVERAL, common.path) for one in _several(told, info, common.path)),
-            size if type(size) is int and size > 0 else None,
+            size,
         )
 
     def has(self, kind: str, name: str) -> bool:
@@ -184,9 +186,11 @@ def _list(info: Info, key: str, path: Path) -> list[Any]:
 
 
 def _pattern(text: Any, path: Path) -> re.Pattern[str]:
-    plain = isinstance(text, str) and len(text) <= _LONGEST and _QUIET.fullmatch(text)
+    if not isinstance(text, str):
+        raise CheckpointError(f"{path}: a pattern in {INFO} is {str(text)[:80]!r}, no text")
+    plain = len(text) <= _LONGEST and _QUIET.fullmatch(text)
     if not plain or sum(text.count(sign) for sign in "*+?") > _REPEATS:
-        raise CheckpointError(f"{path}: the pattern {str(text)[:80]!r} in {INFO} is refused: it could run long")
+        raise CheckpointError(f"{path}: the pattern {text[:80]!r} in {INFO} is refused: it could run long")
     try:
         return re.compile(text)
     except re.error as error:
@@ -199,10 +203,12 @@ def _several(told: Any, info: Info, path: Path) -> list[_Several]:
         raise CheckpointError(f"{path} is damaged: {_SEVERAL} has {str(told)[:80]!r}")
     if told.get("partition_dim") != 0:
         raise CheckpointError(
-            f"{path}: several weights in one that are cut along dim {told.get('partition_dim')} ({_SEVERAL}) are not "
+            f"{path}: several weights in one that are cut along dim {told.get('partition_dim')!r} ({_SEVERAL}) are not "
             "imported, only along dim 0"
         )
     rows, every = told["shape"][0], info.get(_WIDTHS) or {}
+    if not isinstance(every, dict):
+        raise CheckpointError(f"{path}: {_WIDTHS} in {INFO} is {str(every)[:80]!r}, not an object")
     rows = rows if type(rows) is int and rows > 0 else _numbers(rows, path)
     found: list[_Several] = []
     for text in _list(told, "patterns", path):
@@ -274,8 +280,10 @@ def _whole(name: str, parts: Sequence[Lazy], cuts: _Cuts, told: str) -> Lazy:
         except CheckpointError as error:
             raise CheckpointError(f"{told}: {error}") from error
     words = cuts.vocabulary if cuts.has(_VOCABULARY, name) else None
-    if words is None or not whole.shape or words >= whole.shape[0]:
+    if words is None or not whole.shape or words == whole.shape[0]:
         return whole
+    if words > whole.shape[0]:
+        raise CheckpointError(f"{told} has {whole.shape[0]} rows, fewer than {_WORDS} of {INFO}, {words}")
     kept = (words, *whole.shape[1:])  # rows after the vocabulary are padding
     return Joined(kept, (Piece(whole, 0, numel(kept)),), whole.dtype)
 
@@ -284,6 +292,10 @@ def _put_together(name: str, parts: Sequence[Lazy], cuts: _Cuts) -> Lazy:
     shape, dtype = parts[0].shape, parts[0].dtype
     several = cuts.several_in(name)
     if several is None and cuts.has(_COLUMNS, name) and len(shape) > 1:
+        if any((*part.shape[:1], *part.shape[2:]) != (*shape[:1], *shape[2:]) for part in parts):
+            raise CheckpointError(
+                f"parts of shapes {[list(part.shape) for part in parts]} do not fit together by columns"
+            )
         widths = [part.shape[1] for part in parts]
         offsets = [sum(widths[:number]) for number in range(len(parts))]
         tiles = [Tile((0, offset, *(0 for _ in shape[2:])), part) for offset, part in zip(offsets, parts, strict=True)]
