@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn.utils import parametrizations
 
 import zeroshard
@@ -184,6 +185,25 @@ def _compiled(rank: int, world: int, scaling: Scaling) -> None:
 @pytest.mark.parametrize("scaling", Scaling)
 def test_compiled_blocks_that_are_alike_share_one_graph(scaling: Scaling) -> None:
     run_ranks(1, _compiled, scaling)
+
+
+def _compiled_whole(rank: int, world: int) -> None:
+    for stage, graphs in (
+        (2, 1),
+        (3, 3),
+    ):  # where blocks are sharded graphs end at them: what is before, and two blocks
+        plain = train(rank, stage, 2, micro=2)
+        torch._dynamo.reset()
+        counters.clear()
+        whole = train(rank, stage, 2, micro=2, wrap=lambda model: model.compile(backend="aot_eager"))
+        assert (counters["stats"]["unique_graphs"], len(counters["graph_break"])) == (graphs, 0)
+        assert whole[0] == plain[0]
+        for name, value in plain[1].items():
+            assert torch.equal(whole[1][name], value), (stage, name)
+
+
+def test_a_model_compiled_as_a_whole_multiplies_in_fp8_with_equal_bits() -> None:
+    run_ranks(2, _compiled_whole)
 
 
 def test_models_in_float32_and_edited_plans_are_refused() -> None:
