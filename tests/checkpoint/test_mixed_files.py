@@ -33,17 +33,17 @@ OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 Change = Callable[[dict[str, Any]], object]
 
 
-def _held(seed: int, *shape: int, cut: str = "whole") -> Held:
+def held(seed: int, *shape: int, cut: str = "whole") -> Held:
     generator = torch.Generator().manual_seed(seed)
     return Held({key: torch.randn(shape, generator=generator) for key in KEYS}, cut)
 
 
 def _layers(count: int = 3) -> list[Layer]:
     """Layers of the same shapes."""
-    return [Layer({"weight": _held(10 * n, 6, 5, cut="rows"), "norm": _held(10 * n + 1, 6)}) for n in range(count)]
+    return [Layer({"weight": held(10 * n, 6, 5, cut="rows"), "norm": held(10 * n + 1, 6)}) for n in range(count)]
 
 
-def _all(contents: Contents) -> dict[str, torch.Tensor]:
+def all_of(contents: Contents) -> dict[str, torch.Tensor]:
     return {
         f"{name}|{key}": value.read()
         for name, one in contents.parameters.items()
@@ -51,13 +51,13 @@ def _all(contents: Contents) -> dict[str, torch.Tensor]:
     }
 
 
-def _same(contents: Contents, held: Mapping[str, Held]) -> None:
-    found = _all(contents)
+def same(contents: Contents, held: Mapping[str, Held]) -> None:
+    found = all_of(contents)
     assert found.keys() == {f"{name}|{key}" for name in held for key in KEYS}
     assert all(torch.equal(found[f"{name}|{key}"], one.values[key]) for name, one in held.items() for key in KEYS)
 
 
-def _changed(path: Path, change: Change) -> None:
+def changed(path: Path, change: Change) -> None:
     state = torch.load(path, weights_only=True)
     change(state)
     torch.save(state, path)
@@ -87,7 +87,7 @@ SWAPPED = {
 def test_files_that_ranks_have_exchanged_are_refused(case: str, tmp_path: Path) -> None:
     fixture, name = SWAPPED[case]
     folder = shutil.copytree(FIXTURES / fixture / "step3", tmp_path / "step3")
-    before = _all(open_checkpoint(folder))
+    before = all_of(open_checkpoint(folder))
     _swapped(folder / name.format(0), folder / name.format(1))
     result = _import(folder, tmp_path / "own")
     with pytest.raises(CheckpointError, match=r"the master weights of .* do not round to the weights of the forward"):
@@ -95,38 +95,38 @@ def test_files_that_ranks_have_exchanged_are_refused(case: str, tmp_path: Path) 
     assert not list(tmp_path.glob("own/*"))
     told = _import(folder, tmp_path / "own", "--masters-differ")
     assert told.exit_code == 0, told.output
-    after = _all(open_checkpoint(tmp_path / "own"))
+    after = all_of(open_checkpoint(tmp_path / "own"))
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_stages_of_the_same_shapes_that_were_exchanged_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "step7", _layers(4), PIPELINE, None)
-    _same(open_checkpoint(source), named(_layers(4)))
+    same(open_checkpoint(source), named(_layers(4)))
     for rank in range(2):
         stages = [source / f"zero_pp_rank_{rank}_mp_rank_0{stage}_optim_states.pt" for stage in range(2)]
         _swapped(*stages)
     with pytest.raises(CheckpointError, match=r"master weights of '0.weight' .* copy the checkpoint again"):
-        _all(open_checkpoint(source))
+        all_of(open_checkpoint(source))
 
 
 def test_an_optimizer_of_the_save_before_is_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "step7", _layers(), DATA, None)
-    earlier = [Layer({**one.parameters, "norm": _held(99, 6)}) for one in _layers()]
+    earlier = [Layer({**one.parameters, "norm": held(99, 6)}) for one in _layers()]
     before = write(tmp_path / "step6", earlier, DATA, None)
     for path in before.glob("*optim_states.pt"):
         path.replace(source / path.name)
     with pytest.raises(CheckpointError, match=r"master weights of '0.norm' .* do not round"):
-        _all(open_checkpoint(source))
+        all_of(open_checkpoint(source))
 
 
 def test_layers_that_were_exchanged_are_refused(tmp_path: Path) -> None:
-    layers = [*_layers(3), Layer({"other": _held(7, 4)})]
+    layers = [*_layers(3), Layer({"other": held(7, 4)})]
     source = write(tmp_path / "step7", layers, PIPELINE, None)
     name = "layer_{:02d}-model_00-model_states.pt"
     _swapped(source / name.format(0), source / name.format(1))
     with pytest.raises(CheckpointError, match="do not round"):
-        _all(open_checkpoint(source))
+        all_of(open_checkpoint(source))
     _swapped(source / name.format(0), source / name.format(3))
     with pytest.raises(CheckpointError, match=r"layer_00\*_states.pt have no '0.weight' of shape \[6, 5\]"):
         open_checkpoint(source)
@@ -194,7 +194,7 @@ def test_data_ranks_must_agree(case: str, stage: int, rank: int, tmp_path: Path)
         source = write(tmp_path / "step7", _layers(), DATA, None)
     else:
         source = write_stage_3(tmp_path / "step7", [one.parameters for one in _named_layers()], 2)
-    _changed(next(source.glob(f"*_rank_{rank}_mp_rank_00_optim_states.pt")), change)
+    changed(next(source.glob(f"*_rank_{rank}_mp_rank_00_optim_states.pt")), change)
     with pytest.raises(CheckpointError, match=said):
         open_checkpoint(source)
 
@@ -208,7 +208,7 @@ def _named_layers() -> list[Layer]:
 def test_stage_3_is_read_as_one_process_has_it(data: int, tmp_path: Path) -> None:
     groups = [one.parameters for one in _named_layers()]
     source = write_stage_3(tmp_path / "step7", groups, data)
-    _same(open_checkpoint(source), {name: held for group in groups for name, held in group.items()})
+    same(open_checkpoint(source), {name: held for group in groups for name, held in group.items()})
 
 
 def test_an_optimizer_of_stage_3_that_was_copied_over_another_rank_is_refused(tmp_path: Path) -> None:
@@ -222,13 +222,13 @@ def test_an_optimizer_of_stage_3_that_was_copied_over_another_rank_is_refused(tm
 def test_norms_of_stage_3_that_are_not_trained_yet_may_be_the_same_on_all_ranks(tmp_path: Path) -> None:
     norm = {"norm.weight": torch.ones(32), "norm.bias": torch.zeros(32)}
     new = {name: Held(dict.fromkeys(KEYS, value)) for name, value in norm.items()}
-    groups = [new, {"weight": _held(1, 6, 8)}]
-    _same(open_checkpoint(write_stage_3(tmp_path / "step0", groups, 2)), {**groups[0], **groups[1]})
+    groups = [new, {"weight": held(1, 6, 8)}]
+    same(open_checkpoint(write_stage_3(tmp_path / "step0", groups, 2)), {**groups[0], **groups[1]})
 
 
 def test_model_files_of_several_saves_are_refused_where_they_have_frozen_weights(tmp_path: Path) -> None:
     folder = shutil.copytree(FIXTURES / "checkpoints" / "zero3" / "step3", tmp_path / "step3")
-    _changed(folder / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda state: state.update(global_steps=2))
+    changed(folder / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda state: state.update(global_steps=2))
     with pytest.raises(
         CheckpointError, match=r"\(global_steps, global_samples\) of zero_pp_rank_1_mp_rank_00_model_st"
     ):
@@ -243,7 +243,7 @@ def test_parameters_that_do_not_fill_the_partitions_are_refused(stage: int, tmp_
     else:
         source = write_stage_3(tmp_path / "step7", [one.parameters for one in _named_layers()], 2)
         path = source / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    _changed(path, lambda state: state["param_shapes"][0].popitem())
+    changed(path, lambda state: state["param_shapes"][0].popitem())
     with pytest.raises(CheckpointError, match="model files and optimizer files are not of one save"):
         open_checkpoint(source)
 
@@ -251,23 +251,9 @@ def test_parameters_that_do_not_fill_the_partitions_are_refused(stage: int, tmp_
 def test_a_shape_that_the_weights_do_not_have_is_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(FIXTURES / "checkpoints" / "zero1" / "step3", tmp_path / "step3")
     turned = {"embed.weight": torch.Size([7, 13])}
-    _changed(folder / "mp_rank_00_model_states.pt", lambda state: state["param_shapes"][0].update(turned))
+    changed(folder / "mp_rank_00_model_states.pt", lambda state: state["param_shapes"][0].update(turned))
     with pytest.raises(CheckpointError, match=r"shape \[7, 13\] in param_shapes, but its weights have \[13, 7\]"):
         open_checkpoint(folder)
-
-
-def test_padding_of_more_than_the_last_partition_is_read(tmp_path: Path) -> None:
-    """DeepSpeed tells the last of 4 ranks of all 7 elements of padding, of which it has 2."""
-    layers = [Layer({"scale": _held(1, 1)})]
-    source = write(tmp_path / "step7", layers, Layout((1,), 1, 4, marked=False, bf16=True), None)
-    for rank in range(4):
-        state = torch.load(source / f"bf16_{OPTIMIZER}".format(rank), weights_only=True)
-        own, padding = state["optimizer_state_dict"], 7 if rank == 3 else 0
-        own |= {"zero_stage": 1, "group_paddings": [padding]}
-        if padding:
-            own["single_partition_of_fp32_groups"] = [torch.empty(0)]
-        torch.save(state, source / f"bf16_{OPTIMIZER}".format(rank))
-    _same(open_checkpoint(source), named(layers))
 
 
 def _flipped(path: Path, at: int) -> None:
@@ -328,7 +314,7 @@ def test_files_of_a_universal_checkpoint_must_fit_together(case: str, tmp_path: 
     change, said = UNIVERSAL[case]
     info = {**INFO, "tp_replicated_parameter_patterns": [r"\d+\.norm"]}
     source = write_universal(tmp_path / "step7", _layers(), Layout((3,), 2, 2), info)
-    _same(open_checkpoint(source), named(_layers()))
+    same(open_checkpoint(source), named(_layers()))
     change(source / "zero" / "1.weight")
     with pytest.raises(CheckpointError, match=said):
         open_checkpoint(source)
@@ -339,12 +325,19 @@ def test_universal_weights_that_are_not_those_of_the_model_file_are_refused(tmp_
     home = folder / "zero" / "embed.weight"
     _swapped(home / "fp32.pt", home / "exp_avg.pt")
     with pytest.raises(CheckpointError, match=r"master weights of 'embed.weight' .* do not round"):
-        _all(open_checkpoint(folder))
+        all_of(open_checkpoint(folder))
+
+
+def test_moments_that_no_model_file_knows_are_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(FIXTURES / "checkpoints" / "universal_from_zero1" / "step3", tmp_path / "step3")
+    changed(folder / "mp_rank_00_model_states.pt", lambda state: state["param_shapes"][0].pop("second.weight"))
+    with pytest.raises(CheckpointError, match=r"exp_avg.*pt, but no model file says that 'second.weight' is trained"):
+        open_checkpoint(folder)
 
 
 def _zero1(tmp_path: Path, change: Change) -> Path:
     folder = shutil.copytree(FIXTURES / "checkpoints" / "zero1" / "step3", tmp_path / "step3")
-    _changed(folder / "mp_rank_00_model_states.pt", change)
+    changed(folder / "mp_rank_00_model_states.pt", change)
     return folder
 
 
@@ -400,7 +393,7 @@ def test_step_counts_are_whole_numbers(value: Any, tmp_path: Path) -> None:
 
 def test_a_tag_that_only_deepspeed_allows_is_found(tmp_path: Path) -> None:
     source = write(tmp_path / "epoch=3-step=7", _layers(), DATA, None)
-    _same(open_checkpoint(tmp_path, "epoch=3-step=7"), named(_layers()))
+    same(open_checkpoint(tmp_path, "epoch=3-step=7"), named(_layers()))
     with pytest.raises(CheckpointError, match=r"no file `latest`, but epoch=3-step=7: give --tag"):
         open_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("step8")
@@ -422,9 +415,7 @@ def test_an_import_into_the_folder_that_it_reads_is_refused(tag: bool, tmp_path:
 
 
 def test_an_import_that_is_killed_leaves_nothing_and_runs_again(tmp_path: Path) -> None:
-    source = write(
-        tmp_path / "step7", [Layer({"weight": _held(1, 3000, 3000)})], Layout((1,), 1, 1, marked=False), None
-    )
+    source = write(tmp_path / "step7", [Layer({"weight": held(1, 3000, 3000)})], Layout((1,), 1, 1, marked=False), None)
     command = [sys.executable, "-m", "zeroshard", "checkpoint", "import", str(source), str(tmp_path / "own"), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None and not list(tmp_path.glob("own/.*partial/model*")):
@@ -465,7 +456,7 @@ WRONG_CUTS: dict[str, tuple[bytes | dict[str, Any], str]] = {
 def test_a_file_on_cuts_that_contradicts_the_checkpoint_is_refused(case: str, tmp_path: Path) -> None:
     content, said = WRONG_CUTS[case]
     rows = 5 if "columns" in case else 6
-    layers = [Layer({"weight": _held(1, rows, 5, cut="rows"), "norm": _held(2, 6)})]
+    layers = [Layer({"weight": held(1, rows, 5, cut="rows"), "norm": held(2, 6)})]
     source = write(tmp_path / "step7", layers, Layout((1,), 3, 1), None)
     cuts = tmp_path / "cuts.json"
     if isinstance(content, dict):

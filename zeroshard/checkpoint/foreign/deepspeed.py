@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from zeroshard.checkpoint.foreign.deepspeed_flat import open_flat
 from zeroshard.checkpoint.foreign.deepspeed_layers import LAYER
 from zeroshard.checkpoint.foreign.deepspeed_stages import is_pipeline, open_stages
 from zeroshard.checkpoint.foreign.deepspeed_tensors import INFO, Info, check_ranks, open_tensor_parts
-from zeroshard.checkpoint.foreign.deepspeed_universal import open_universal
+from zeroshard.checkpoint.foreign.deepspeed_universal import check_all_used, open_universal
 from zeroshard.errors import CheckpointError
 
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -104,13 +105,21 @@ def open_deepspeed(folder: Path, info: Info | None = None, *, masters_differ: bo
         raise CheckpointError(
             f"{folder} has no tensor-parallel ranks, so it has no use for another {INFO}; leave it out"
         )
+    contents = _open(found, parts, info)
+    if found.universal:
+        check_all_used(folder / "zero", contents)
+    return contents
+
+
+def _open(found: _Found, parts: Sequence[Files], info: Info | None) -> Contents:
+    """The contents of all model-parallel ranks."""
+    divided = len(parts) > 1 or bool(found.layers)
     if found.layers or ((divided or found.universal) and is_pipeline(parts[0])):
         return open_stages(parts, found.layers, info)
     if divided:
         return open_tensor_parts(parts, info)
     common = Common.read(parts[0])
-    if not found.universal:
-        check_ranks(common, 1)
+    check_ranks(common, 1)
     return open_universal(parts[0], common) if found.universal else open_flat(parts[0], common)
 
 

@@ -39,6 +39,8 @@ from zeroshard.errors import CheckpointError
 WEIGHT = "fp32"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _LOOKED_AT, _FEWEST = 1024, 8
+_ALIGNED = 2
+"""DeepSpeed makes flat groups a multiple of so many times the number of ranks."""
 _STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}
 
 
@@ -112,7 +114,7 @@ class RankState:
 
     def _is_moment(self, name: str, value: StoredTensor, weight: StoredTensor, index: int) -> bool:
         """Whether a state has a number for each weight; a single number of another name than moments have is none."""
-        if name == "step" or (numel(value.shape) == 1 != weight.shape[0] and name not in _MOMENTS):
+        if name == "step" or (name not in _MOMENTS and (not value.shape or value.shape == (1,) != weight.shape)):
             return False
         if len(value.shape) != 1 or value.shape[0] < weight.shape[0]:
             raise CheckpointError(
@@ -124,8 +126,8 @@ class RankState:
     def step(self, index: int) -> float | None:
         """The number of updates of flat group `index`; None if it is not known."""
         base = self.base()
-        found = mapping(base.get("state"), self.path, "state").get(index, {})
-        value = found.get("step") if isinstance(found, dict) else None
+        states = mapping(base.get("state"), self.path, "state")
+        value = mapping(states.get(index, {}), self.path, f"the state of flat group {index}").get("step")
         if value is None:
             value = self.state.get("base_optimizer_state_step")
         for group in base.get("param_groups") or ():  # DeepSpeed's fused Adam counts by group
@@ -310,7 +312,9 @@ def _pieces_12(shapes: Mapping[str, tuple[int, ...]], group: list[Part], padding
         offsets[name] = (at, numel(shape))
         at += numel(shape) + padding
     spare, told = size * len(group) - at, [part.padding for part in group if part.padding is not None]
-    if spare < 0 or (len(told) == len(group) and spare != sum(told)):
+    # Versions differ in whether they tell of the padding between parameters, and in their alignment.
+    known = (sum(told), sum(told) - sum(paddings)) if len(told) == len(group) else ()
+    if spare < 0 or (spare not in known and spare >= _ALIGNED * len(group)):
         raise CheckpointError(
             f"{where}: the parameters have {at} elements, their partitions {size * len(group)}, with {sum(told)} of "
             "padding: the model files and optimizer files are not of one save"
@@ -348,12 +352,12 @@ def _pieces_3(shapes: Mapping[str, tuple[int, ...]], group: list[Part], where: P
         offsets[name] = (at, numel(shape))
         at += -(-numel(shape) // world)
     held = [part.length for part in group]
-    if any(one != at for one in held):
+    if any(one != held[0] for one in held) or not at <= held[0] < at + world:
         raise CheckpointError(
             f"{where}: the parameters have {at} elements on each rank, the optimizer files {held}: the model files and "
             "optimizer files are not of one save"
         )
-    _check_lengths(group, at, where)
+    _check_lengths(group, held[0], where)
 
     def pieces(name: str) -> list[tuple[int, int, int]]:
         start, count = offsets[name]

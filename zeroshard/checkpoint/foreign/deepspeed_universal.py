@@ -107,6 +107,20 @@ def _check_group(parameters: Sequence[Parameter], folder: Path) -> None:
                 )
 
 
+def check_all_used(folder: Path, contents: Contents) -> None:
+    """Raise CheckpointError if the folder `zero` has moments of a parameter that no model file trains."""
+    used = {name for name, one in contents.parameters.items() if one.trainable}
+    used |= {alias for alias, name in contents.aliases.items() if name in used}
+    for home in folder.iterdir():
+        if home.name not in used and home.is_dir():
+            moments = [one.name for one in home.glob("*.pt") if one.stem not in (WEIGHT, "step")]
+            if moments:
+                raise CheckpointError(
+                    f"{home} has {moments[0]}, but no model file says that {home.name!r} is trained: files of several "
+                    "saves were mixed, or a model file is missing; convert the checkpoint again"
+                )
+
+
 def _whole(file: Path, value: object, shape: tuple[int, ...]) -> Lazy:
     tensor = value.get("param") if isinstance(value, dict) else value
     if not isinstance(tensor, StoredTensor):
