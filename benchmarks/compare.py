@@ -31,7 +31,6 @@ import argparse
 import json
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -44,6 +43,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.report import (
     Outcome,
     add_limits,
+    add_ratios,
     console_table,
     markdown_table,
     number,
@@ -180,22 +180,6 @@ def _last_json(output: str) -> dict[str, Any] | None:
     return None
 
 
-def add_ratios(outcomes: Sequence[Outcome]) -> None:
-    """Give every row its ratio to the mean floor of the same setting; None where that was not measured."""
-    rows = [outcome.row for outcome in outcomes if outcome.row is not None]
-    floors: dict[tuple[Any, ...], list[float]] = {}
-    for row in rows:
-        if row["engine"] == "floor" and not row["graph"]:
-            floors.setdefault(_setting(row), []).append(row["step_s"])
-    for row in rows:
-        found = floors.get(_setting(row))
-        row["ratio"] = None if found is None else round(row["step_s"] / statistics.mean(found), 3)
-
-
-def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in SETTING)
-
-
 def cells(outcome: Outcome) -> list[str]:
     """A row of the table, in the order of MARKDOWN."""
     row = outcome.row
@@ -327,7 +311,7 @@ def main() -> int:
     args.nproc = device_count() if args.nproc is None else args.nproc
     console = Console(width=150)
     outcomes = run(requests_of(args), args, console)
-    add_ratios(outcomes)
+    add_ratios(outcomes, SETTING)
     origin = provenance(args, outcomes, "compare")
     title = f"{origin['world']} x {origin['card']}, torch {origin['torch']}, commit {origin['commit']}"
     console.print(console_table(title, MARKDOWN, map(cells, outcomes)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,6 +41,26 @@ def add_limits(parser: argparse.ArgumentParser, name: str, *, budget: float, tim
     parser.add_argument("--least", type=float, default=least, help="seconds that must be left to begin a row")
     parser.add_argument("--output", type=Path, help=f"folder for {name}.json and {name}.md")
     parser.add_argument("--commit", help="what to write as the commit where there is no repository")
+
+
+def add_ratios(outcomes: Sequence[Outcome], setting: Sequence[str]) -> None:
+    """Give every row its ratio to the mean floor of the same setting, which is not a graph; None where there is none.
+
+    Args:
+        setting: what two rows must share for their ratio to mean something.
+    """
+
+    def shared(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in setting)
+
+    rows = [outcome.row for outcome in outcomes if outcome.row is not None]
+    floors: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        if row["engine"] == "floor" and not row.get("graph"):
+            floors.setdefault(shared(row), []).append(row["step_s"])
+    for row in rows:
+        found = floors.get(shared(row))
+        row["ratio"] = None if found is None else round(row["step_s"] / statistics.mean(found), 3)
 
 
 def number(value: float | None, digits: int) -> str:

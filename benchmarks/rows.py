@@ -20,6 +20,7 @@ from rich.console import Console
 from benchmarks.compare import device_count, row_ranks, run
 from benchmarks.report import (
     Outcome,
+    add_ratios,
     console_table,
     markdown_table,
     number,
@@ -83,7 +84,7 @@ def measured(
     for request in requests:
         left = argparse.Namespace(**{**vars(args), "budget": deadline - time.monotonic()})
         outcomes += run([request], left, say or quiet, module=module, environment=lambda _: more)
-        add_ratios(outcomes)
+        add_ratios(outcomes, SETTING)
         row = outcomes[-1].row
         if row is not None and say is not None:
             print(f"{json.dumps(row)}\n{laps(row)}", flush=True)
@@ -97,19 +98,6 @@ def _finite(outcome: Outcome) -> bool:
 def laps(row: Mapping[str, Any]) -> str:
     """Where the time of a row's processes went."""
     return ", ".join(f"{name.removesuffix('_s')} {row[name]:g} s" for name in LAPS if name in row)
-
-
-def add_ratios(outcomes: Sequence[Outcome]) -> None:
-    """Give every row its ratio to the floor of the same setting; None where that was not measured."""
-    rows = [outcome.row for outcome in outcomes if outcome.row is not None]
-    floors = {_setting(row): row["step_s"] for row in rows if row["engine"] == "floor"}
-    for row in rows:
-        floor = floors.get(_setting(row))
-        row["ratio"] = None if floor is None else round(row["step_s"] / floor, 3)
-
-
-def _setting(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in SETTING)
 
 
 def cells(outcome: Outcome, describe: Describe) -> list[str]:

@@ -22,11 +22,12 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.compare import add_ratios, device_count, run
+from benchmarks.compare import SETTING, device_count, run
 from benchmarks.llama import SIZES
 from benchmarks.report import (
     Outcome,
     add_limits,
+    add_ratios,
     console_table,
     markdown_table,
     number,
@@ -158,7 +159,7 @@ def main() -> int:
         return 0
     console = Console(width=150)
     outcomes = run(rows, args, console)
-    add_ratios(outcomes)
+    add_ratios(outcomes, SETTING)
     origin = provenance(args, outcomes, "scaling")
     title = f"{origin['card']}, torch {origin['torch']}, commit {origin['commit']}"
     console.print(console_table(title, COLUMNS, map(cells, outcomes)))

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import moe, moe_row, rows
 from benchmarks.moe_model import SIZES, Moe
-from benchmarks.report import Outcome
+from benchmarks.report import Outcome, add_ratios
 from benchmarks.row import predicted
 from tests.support.cases import only_with_all_cases
 from tests.support.installed import need
@@ -82,7 +82,7 @@ def test_ratios_are_to_the_floor_of_the_same_setting() -> None:
         Outcome("zeroshard3", {**same, "engine": "zeroshard3", "step_s": 1.05}),
         Outcome("zeroshard3 --compile", {**same, "engine": "zeroshard3", "step_s": 1.0, "compiled": True}),
     ]
-    rows.add_ratios(outcomes)
+    add_ratios(outcomes, rows.SETTING)
     assert [outcome.row["ratio"] for outcome in outcomes if outcome.row] == [1.0, 1.05, None]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import compare, scaling
-from benchmarks.report import Outcome
+from benchmarks.report import Outcome, add_ratios
 
 
 def _rows(*argv: str) -> list[str]:
@@ -54,7 +54,7 @@ def test_a_row_says_what_it_keeps_of_the_floor_and_what_was_predicted() -> None:
     planned = {"step_s": 0.107, "allocated_gib": 19.5}
     row = {**setting, "engine": "zeroshard3", "world": 4, "step_s": 0.125, "tokens_s": 65536, "planned": planned}
     ours, missing = Outcome("zeroshard3", row), Outcome("fsdp2 --size 1b", error="left out")
-    compare.add_ratios([floor, ours, missing])
+    add_ratios([floor, ours, missing], compare.SETTING)
     cells = dict(zip(range(len(scaling.COLUMNS)), scaling.cells(ours), strict=True))
     assert [cells[column] for column in (2, 4, 5, 6, 9)] == ["4", "0.1070", "65536", "80.0%", "19.50"]
     text = scaling.markdown(

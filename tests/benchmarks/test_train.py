@@ -16,7 +16,7 @@ from benchmarks.engines import ENGINES, build
 from benchmarks.llama import SIZES, Llama
 from benchmarks.ranks import ROOT
 from benchmarks.ranks import run_ranks as launch
-from benchmarks.report import Outcome
+from benchmarks.report import Outcome, add_ratios
 from benchmarks.setting import NotInstalled, Setting
 from tests.support.cases import only_with_all_cases
 from tests.support.distributed import run_ranks
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def test_compare_measures_floor_and_zeroshard_and_puts_one_beside_the_other() -> None:
     args = compare.parse(["--run", "floor", "--run", "zeroshard3", "--nproc", "2", "--commit", "abc", *SMALL])
     outcomes = compare.run(compare.requests_of(args), args, Console(quiet=True))
-    compare.add_ratios(outcomes)
+    add_ratios(outcomes, compare.SETTING)
     floor, ours = (outcome.row for outcome in outcomes)
     assert floor is not None, outcomes[0].log
     assert ours is not None, outcomes[1].log
@@ -122,7 +122,7 @@ def test_a_floor_is_measured_again_behind_its_rows_and_the_ratio_is_to_the_mean(
     setting = dict.fromkeys(compare.SETTING, 0)
     times = [("floor", 1.0), ("zeroshard3", 1.21), ("floor", 1.2)]
     outcomes = [Outcome(name, {**setting, "engine": name, "graph": False, "step_s": step}) for name, step in times]
-    compare.add_ratios(outcomes)
+    add_ratios(outcomes, compare.SETTING)
     assert [outcome.row["ratio"] for outcome in outcomes if outcome.row] == [0.909, 1.1, 1.091]
 
 
