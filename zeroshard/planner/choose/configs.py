@@ -68,7 +68,7 @@ def default_document(gpu: Gpu) -> Document:
         "bf16" if gpu.has_bf16 else "fp16": {"enabled": True},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": 0},
+        "zero_optimization": {"stage": 0, "overlap_comm": True},
     }
 
 
