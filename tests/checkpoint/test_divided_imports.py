@@ -244,10 +244,11 @@ def test_what_is_not_imported_is_refused_by_file(name: str, said: str, tmp_path:
 def _with_info(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """The tensor-parallel checkpoint with other words on how it was cut."""
     made = shutil.copytree(CHECKPOINTS / "tensors", folder / "tensors")
-    path = made / "step3" / "mp_rank_00_model_states.pt"
-    state = torch.load(path, weights_only=True)
-    change(state["universal_checkpoint_info"])
-    torch.save(state, path)
+    for rank in range(2):
+        path = made / "step3" / f"mp_rank_{rank:02d}_model_states.pt"
+        state = torch.load(path, weights_only=True)
+        change(state["universal_checkpoint_info"])
+        torch.save(state, path)
     return made
 
 
@@ -274,6 +275,19 @@ def _with_info(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path
 def test_words_on_cuts_that_can_not_be_followed_are_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=said):
         _opened(_with_info(tmp_path, lambda info: info.update(change)))
+
+
+@pytest.mark.parametrize(("case", "rank"), [("tensors", 1), ("stages_of_tensors", 2), ("stages_of_tensors", 3)])
+def test_ranks_must_say_the_same_of_cuts(case: str, rank: int, tmp_path: Path) -> None:
+    folder = shutil.copytree(CHECKPOINTS / case, tmp_path / case)
+    path = folder / "step3" / f"mp_rank_{rank:02d}_model_states.pt"
+    state = torch.load(path, weights_only=True)
+    state["universal_checkpoint_info"]["parameter_with_row_parallelism_patterns"] = ["none"]
+    torch.save(state, path)
+    with pytest.raises(
+        CheckpointError, match=r"several saves: universal_checkpoint_info is .* on rank 0, .* on rank 1"
+    ):
+        _opened(folder)
 
 
 def test_a_padded_vocabulary_loses_its_padding_and_blocks_are_sorted(tmp_path: Path) -> None:
@@ -335,6 +349,13 @@ def test_a_universal_checkpoint_of_tensor_parallel_ranks_has_whole_weights(tmp_p
     assert torch.equal(still.weight.read(), torch.tensor([[0.0] * 3 + [1.0] * 3] * 2))
     trained = {name: one for name, one in contents.parameters.items() if name != "still"}
     _same(replace(contents, parameters=trained), _truth("tensors"))
+
+
+def test_weights_that_the_converter_did_not_join_from_these_ranks_are_refused(tmp_path: Path) -> None:
+    home = _as_universal(tmp_path) / "step3" / "zero" / "lm_head.weight"
+    torch.save({"param": torch.load(home / "fp32.pt", weights_only=True)["param"].roll(1, 0)}, home / "fp32.pt")
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight': the master weights \(optimizer files\) do not round"):
+        _opened(home.parents[2]).parameters["lm_head.weight"].weight.read()
 
 
 def test_a_missing_tensor_parallel_rank_is_named(tmp_path: Path) -> None:

@@ -40,6 +40,19 @@ def test_a_number_that_an_optimizer_keeps_for_a_group_is_no_moment(tmp_path: Pat
     same(open_checkpoint(source), named(layers))
 
 
+def test_moments_are_floating_point_numbers(tmp_path: Path) -> None:
+    source = write(tmp_path / "step7", [Layer({"scale": held(1, 4)})], Layout((1,), 1, 2, marked=False), None)
+
+    def change(state: dict[str, Any]) -> None:
+        kept = state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+        kept["exp_avg"] = kept["exp_avg"].int()
+
+    for rank in range(2):
+        changed(source / OPTIMIZER.format(rank), change)
+    with pytest.raises(CheckpointError, match=r"exp_avg of '0.scale' has dtype torch.int32"):
+        open_checkpoint(source)
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_partitions_with_more_padding_than_deepspeed_adds_are_refused(told: bool, tmp_path: Path) -> None:
     layers = [Layer({"weight": held(1, 6)})]

@@ -302,9 +302,13 @@ UNIVERSAL: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: [torch.save({"param": torch.zeros(5, 5)}, at / f"{key}.pt") for key in KEYS],
         r"has shape \[5, 5\] in the folder zero, but .* \[\[3, 5\], \[3, 5\]\], make \[6, 5\]",
     ),
+    "half a precision": (
+        lambda at: torch.save({"param": torch.zeros(6, 5).half()}, at / "fp32.pt"),
+        r"1.weight has dtypes \['torch.float16'",
+    ),
     "integers": (
         lambda at: torch.save({"param": torch.zeros(6, 5, dtype=torch.int32)}, at / "exp_avg.pt"),
-        "exp_avg of '1.weight' has dtype torch.int32",
+        r"1.weight has dtypes \['torch.float32', 'torch.int32'",
     ),
 }
 

@@ -252,9 +252,13 @@ def check_same(values: Sequence[Any], what: str, where: Path) -> None:
     """Raise CheckpointError if ranks of one checkpoint have different values of `what`."""
     for rank, value in enumerate(values):
         if value != values[0]:
+            first, other = values[0], value
+            if isinstance(first, dict) and isinstance(other, dict):
+                keys = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+                first, other = ({key: one.get(key) for key in keys} for one in (first, other))
             raise CheckpointError(
-                f"{where} holds files of several saves: {what} is {str(values[0])[:160]} on rank 0, "
-                f"{str(value)[:160]} on rank {rank}; copy the checkpoint again"
+                f"{where} holds files of several saves: {what} is {str(first)[:160]} on rank 0, {str(other)[:160]} on "
+                f"rank {rank}; copy the checkpoint again"
             )
 
 

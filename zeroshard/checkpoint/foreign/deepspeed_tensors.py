@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint.foreign.contents import Contents, Parameter
-from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, check_one_save, check_same
+from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, check_one_save, check_same, must_round
 from zeroshard.checkpoint.foreign.deepspeed_universal import open_rank
-from zeroshard.checkpoint.foreign.stored import Copies, Joined, Lazy, Mean, Piece, Tile, Tiled, numel
+from zeroshard.checkpoint.foreign.stored import Copies, Joined, Lazy, Mean, Piece, StoredTensor, Tile, Tiled, numel
 from zeroshard.errors import CheckpointError
 
 INFO = "universal_checkpoint_info"
@@ -71,6 +71,10 @@ def check_ranks(common: Common, there: int) -> None:
 
 def joined_parts(ranks: Sequence[Files], commons: Sequence[Common], info: Info | None) -> Contents:
     """The contents of all tensor-parallel ranks, of a model or of one pipeline stage; as `open_tensor_parts`."""
+    if info is None:
+        told = [common.state.get(INFO) for common in commons]
+        used = [{key: one[key] for key in _OF_USERS & one.keys()} if isinstance(one, dict) else one for one in told]
+        check_same(used, INFO, ranks[0].folder)
     cuts = _Cuts.read(commons[0], info)
     # DeepSpeed tells of shared parameters in the file of rank 0 only.
     commons = [replace(common, aliases=commons[0].aliases) for common in commons]
@@ -87,7 +91,7 @@ def joined_parts(ranks: Sequence[Files], commons: Sequence[Common], info: Info |
         first,
         origin=f"{first.origin}, {len(found)} tensor-parallel parts",
         parameters={
-            name: _converted(parameter, [common.trained[name] for common in commons], cuts, where)
+            name: _converted(parameter, commons, cuts, where)
             if parameter.trainable and ranks[0].universal
             else _joined(name, [one.parameters[name] for one in found], cuts, where)
             for name, parameter in first.parameters.items()
@@ -243,9 +247,11 @@ def _joined(name: str, parts: Sequence[Parameter], cuts: _Cuts, where: Path) -> 
     return replace(first, weight=weight, moments=moments)
 
 
-def _converted(parameter: Parameter, parts: Sequence[tuple[int, ...]], cuts: _Cuts, where: Path) -> Parameter:
-    """A parameter that DeepSpeed's converter has joined; raises CheckpointError if `parts` (shapes) make another."""
-    shape, whole, name = parameter.shape, list(parts[0]), parameter.name
+def _converted(parameter: Parameter, commons: Sequence[Common], cuts: _Cuts, where: Path) -> Parameter:
+    """A parameter that DeepSpeed's converter has joined; raises CheckpointError if the ranks' parts make another."""
+    name = parameter.name
+    parts = [common.trained[name] for common in commons]
+    shape, whole = parameter.shape, list(parts[0])
     dim = 1 if cuts.has(_COLUMNS, name) and len(whole) > 1 and cuts.several_in(name) is None else 0
     if whole and not cuts.has(_WHOLE, name) and not cuts.has(_MEAN, name):
         whole[dim] = sum(part[dim] for part in parts)
@@ -256,7 +262,14 @@ def _converted(parameter: Parameter, parts: Sequence[tuple[int, ...]], cuts: _Cu
             f"{where}: {name!r} has shape {list(shape)} in the folder zero, but by {INFO} the parts of the ranks, "
             f"{[list(part) for part in parts]}, make {whole}: files of several saves were mixed, so convert them again"
         )
-    return parameter
+    forward = [one for common in commons if isinstance(one := common.module.get(name), StoredTensor)]
+    if (
+        commons[0].differ or [one.shape for one in forward] != parts
+    ):  # pipelines have these in files that are not copied
+        return parameter
+    told = f"{where}: {name!r}"
+    rounding = _whole(name, forward, cuts, told)
+    return replace(parameter, weight=must_round(parameter.weight, [rounding], f"{told}: the master weights"))
 
 
 def _same_start(parts: Sequence[Lazy]) -> bool:

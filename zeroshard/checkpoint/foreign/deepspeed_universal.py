@@ -99,12 +99,17 @@ def _check_group(parameters: Sequence[Parameter], folder: Path) -> None:
         for what, one, other in (
             ("files of moments", sorted(first.moments), sorted(parameter.moments)),
             ("step counts", first.step, parameter.step),
+            ("dtypes", _dtypes(first), _dtypes(parameter)),
         ):
             if one != other:
                 raise CheckpointError(
                     f"{folder / parameter.name} has {what} {other}, {first.name!r} of the same optimizer group {one}: "
                     "files are missing, or of several saves; copy the checkpoint again"
                 )
+
+
+def _dtypes(parameter: Parameter) -> list[str]:
+    return [str(one.dtype) for one in (parameter.weight, *(value for _, value in sorted(parameter.moments.items())))]
 
 
 def check_all_used(folder: Path, contents: Contents) -> None:
