@@ -40,7 +40,6 @@ def divide_model(model: nn.Module, document: ConfigSource, mesh: Any, device_typ
         replaced |= divide_over_neighbours(model, asked, device_type, "expert_parallel.autoep_size")
     if size > 1:
         partition = tensor.get("partition_config")
-        partition = partition if isinstance(partition, Mapping) else None
         staged = isinstance(model, PipelineModule)
         replaced |= divide_by_plan(model, size, device_type, partition, staged=staged)
     return replaced | divide_as_stacked(model, device_type)
@@ -64,4 +63,6 @@ def _section_with(root: Mapping[str, Any], name: str, key: str) -> tuple[Mapping
     section = root.get(name)
     section = section if isinstance(section, Mapping) else {}
     size = section.get(key)
-    return section, size if isinstance(size, int) else 1
+    if isinstance(size, float) and size.is_integer():  # as the config takes it
+        size = int(size)
+    return section, size if type(size) is int else 1

@@ -9,13 +9,13 @@ of layers, which are right for the models that somebody has tried.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from zeroshard.errors import PlanError
 from zeroshard.mesh import TENSOR
@@ -24,16 +24,15 @@ from zeroshard.sharding.dtensors import ranks_of_axis
 from zeroshard.sharding.resting import is_resting
 from zeroshard.sharding.unowned import unowned_shard_of
 from zeroshard.sharding.unowned_values import take_whole
-
-_SPEC_KEYS = frozenset({"patterns", "partition_type"})
-_TYPES = ("column", "row", "skip")
+from zeroshard.tensor_layers import divide_layers, layers_of
+from zeroshard.tensor_probe import check_divided, see_whole
 
 
 def divide_by_plan(
     model: nn.Module,
     ranks: int,
     device_type: str,
-    partition: Mapping[str, Any] | None = None,
+    partition: object = None,
     *,
     staged: bool = False,
 ) -> dict[int, nn.Parameter]:
@@ -67,13 +66,16 @@ def divide_by_plan(
     check_heads(model, ranks)
     plan = None if partition is not None else own_plan(model)
     apply = None if plan is None else _applying()
-    layers = {} if partition is None else _layers_of(model, partition, all_of_it=not staged)
+    layers = {} if partition is None else layers_of(model, partition, ranks, all_of_it=not staged)
     styles = {} if plan is None else _styles_of(model, plan)
+    _refuse_hooks(model, [*layers, *styles])
+    seen = [] if staged else see_whole(model, layers)
     before = dict(model.named_parameters(remove_duplicate=False))
     mesh = init_device_mesh(device_type, (world // ranks, ranks), mesh_dim_names=("dp_shard", "tp"))
     if plan is None or apply is None:
         _take_whole(model, layers)
-        _divide_layers(model, mesh["tp"], layers)
+        divide_layers(model, mesh["tp"], layers)
+        check_divided(seen, ranks, torch.device(device_type))
     else:
         shared = any(is_resting(one) for one in model.parameters())
         for paths, some in _by_module(model, styles) if shared else [((), styles)]:
@@ -83,7 +85,30 @@ def divide_by_plan(
         if callable(tie):  # each name of a tied weight got a parameter of its own
             tie()
     after = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in before.items():
+        if after[name] is not parameter:  # what a script has written on it, for an optimizer to read say
+            vars(after[name]).update(_written_on(parameter))
     return {id(parameter): after[name] for name, parameter in before.items()}
+
+
+def _written_on(parameter: nn.Parameter) -> dict[str, Any]:
+    return {name: value for name, value in vars(parameter).items() if not name.startswith("_zeroshard")}
+
+
+def _refuse_hooks(model: nn.Module, divided: Iterable[str]) -> None:
+    """Raises PlanError for a parameter with hooks that would be divided: they would stay on the whole one.
+
+    Args:
+        divided: paths of modules, and names of parameters.
+    """
+    paths = set(divided)
+    for name, parameter in model.named_parameters():
+        hooked = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooked and not paths.isdisjoint((name, name.rpartition(".")[0])):
+            raise PlanError(
+                f"{AUTOTP}: parameter {name!r} has a hook on its gradient, which dividing would drop: each rank then "
+                "has a part of the gradient. Register the hook after initialize"
+            )
 
 
 def _has_no_values(parameter: nn.Parameter) -> bool:
@@ -121,8 +146,7 @@ def _take_whole(model: nn.Module, paths: Iterable[str]) -> None:
             if is_resting(parameter) and id(parameter) not in made:
                 whole = take_whole(parameter).to(parameter.dtype)
                 made[id(parameter)] = own = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-                kept = {name: value for name, value in vars(parameter).items() if not name.startswith("_zeroshard")}
-                vars(own).update(kept)
+                vars(own).update(_written_on(parameter))
     for module in model.modules() if made else ():
         for name, parameter in module.named_parameters(recurse=False):
             module._parameters[name] = made.get(id(parameter), parameter)
@@ -138,43 +162,3 @@ def _applying() -> Callable[..., object]:
             f"({error}). Load the model with tp_plan='auto', name its layers in {SPECS}, or update transformers"
         ) from error
     return apply_tensor_parallelism
-
-
-def _layers_of(model: nn.Module, partition: Mapping[str, Any], *, all_of_it: bool) -> dict[str, str]:
-    """The linear layers that the patterns name, and how each is divided. Raises PlanError for what is not built.
-
-    Args:
-        all_of_it: the model is a whole one, of which the patterns must name something.
-    """
-    specs = partition.get("layer_specs")
-    if partition.get("use_default_specs") or not isinstance(specs, (list, tuple)):
-        raise PlanError(
-            f"{SPECS}: give layer_specs, and use_default_specs false; or leave it out for the model's own plan"
-        )
-    found: dict[str, str] = {}
-    for number, spec in enumerate(specs):
-        where = f"{SPECS}.layer_specs[{number}]"
-        unknown = sorted(set(spec) - _SPEC_KEYS)
-        kind = str(spec.get("partition_type", "column")).lower()
-        if unknown or kind not in _TYPES:
-            raise PlanError(
-                f"{where} has {', '.join(unknown) or f'partition_type {kind!r}'}: patterns and partition_type "
-                f"({', '.join(_TYPES)}) are built"
-            )
-        for path, module in model.named_modules():
-            named = any(re.fullmatch(pattern, f"{path}.weight") for pattern in spec.get("patterns", ()))
-            if named and isinstance(module, (nn.Linear, nn.Embedding)):
-                found.setdefault(path, kind)
-    layers = {path: kind for path, kind in found.items() if kind != "skip"}
-    if not layers and all_of_it:
-        raise PlanError(
-            f"{SPECS}: its patterns name no linear layer of the model; they match NAME.weight from end to end"
-        )
-    return layers
-
-
-def _divide_layers(model: nn.Module, axis: DeviceMesh, layers: Mapping[str, str]) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    styles = {"column": ColwiseParallel, "row": RowwiseParallel}
-    parallelize_module(model, axis, {path: styles[kind]() for path, kind in layers.items()})

@@ -165,3 +165,77 @@ def _refused(rank: int, world: int) -> None:
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     run_ranks(2, _refused)
+
+
+def _opt() -> Any:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return OPTForCausalLM(
+        OPTConfig(vocab_size=64, word_embed_proj_dim=32, max_position_embeddings=32, dropout=0.0, **sizes)
+    )
+
+
+def _phi3() -> Any:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return Phi3ForCausalLM(Phi3Config(vocab_size=64, num_key_value_heads=2, pad_token_id=0, **sizes))
+
+
+def _named(columns: str, rows: str) -> dict[str, Any]:
+    specs = [{"patterns": [columns], "partition_type": "column"}, {"patterns": [rows], "partition_type": "row"}]
+    return {**CONFIG, "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": specs}}}
+
+
+ATTENTION = _named(r".*\.(q|k|v)_proj\.weight", r".*\.(o|out)_proj\.weight")
+NAMED: list[tuple[Any, Any, str]] = [
+    (_opt, ATTENTION, r"'model.decoder.layers.0.self_attn' over 2 ranks can't compute"),
+    (
+        lambda: _model("Qwen3"),
+        ATTENTION,
+        r"gradient of 'model.layers.0.self_attn.q_norm' has to be summed over the ranks",
+    ),
+    (lambda: _model("Llama"), _named(r".*\.q_proj\.weight", "nothing"), r"'the model' over 2 ranks can't compute"),
+    (
+        lambda: _model("Mixtral"),
+        _named(r".*\.mlp\.gate\.weight", r".*\.o_proj\.weight"),
+        r"tensor_parallel.partition_config names 'model.layers.0.mlp.gate'",
+    ),
+]
+
+
+def _wrongly_named(rank: int, world: int) -> None:
+    for make, config, said in NAMED:
+        with pytest.raises(PlanError, match=said):
+            zeroshard.initialize(model=make(), config=config)
+
+
+def test_layers_whose_division_would_change_what_a_model_computes_are_refused_at_start() -> None:
+    run_ranks(2, _wrongly_named)
+
+
+def _rightly_named(rank: int, world: int) -> None:
+    """As the models' own plans say it: a fused layer whose output is gathered; and the layers of an MLP alone."""
+    fused = _named(r".*\.(qkv|gate_up)_proj\.weight", r".*\.(o|down)_proj\.weight")
+    for make, config in ((_phi3, fused), (_opt, _named(r".*\.fc1\.weight", r".*\.fc2\.weight"))):
+        plain, model = make(), make()
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+        engine, *_ = zeroshard.initialize(model=model, config=config)
+        assert model.training
+        for step in range(2):
+            wanted = plain(input_ids=_ids(step), labels=_ids(step)).loss
+            wanted.backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found = engine(input_ids=_ids(step), labels=_ids(step)).loss
+            engine.backward(found)
+            engine.step()
+            assert abs(float(found) - float(wanted)) < 2e-6
+
+
+def test_layers_that_can_be_divided_train_as_in_one_process() -> None:
+    run_ranks(2, _rightly_named)

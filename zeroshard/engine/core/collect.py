@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroshard.engine.core.copied_gradients import CopiedGradients
 from zeroshard.engine.core.sums import SumSlots
 from zeroshard.engine.memory.group import Group
 from zeroshard.errors import PlanError
@@ -27,10 +28,11 @@ class Collector:
     Args:
         accumulate: whether the plan has accumulators for several micro-batches.
         sums: where gradients are summed over micro-batches that pass a unit in turn.
+        copies: compares gradients of what all ranks of an axis have whole; None without such an axis.
     """
 
-    def __init__(self, *, accumulate: bool, sums: SumSlots) -> None:
-        self._accumulate, self._sums = accumulate, sums
+    def __init__(self, *, accumulate: bool, sums: SumSlots, copies: CopiedGradients | None = None) -> None:
+        self._accumulate, self._sums, self._copies = accumulate, sums, copies
         self._cuts: dict[tuple[int, int], _Cuts] = {}
 
     def forget_addresses(self) -> None:
@@ -60,7 +62,7 @@ class Collector:
         """Move the gradients of a group, times `factor`, into `target`: if `fresh` they overwrite it, else they add."""
         cuts = self._cuts_of(group, target)
         views, grads, empty = [], [], []
-        members = zip(cuts.views, group.parameters, group.gradients(), strict=True)
+        members = zip(cuts.views, group.parameters, self._gradients(group), strict=True)
         for index, (view, parameter, grad) in enumerate(members):
             if grad is None:
                 empty.append(view)
@@ -83,7 +85,7 @@ class Collector:
     def take(self, group: Group, received: list[bool], factor: float) -> list[torch.Tensor | None]:
         """The gradients of a group times `factor`, taken off their parameters; None where there is none."""
         taken: list[torch.Tensor | None] = []
-        for index, (parameter, grad) in enumerate(zip(group.parameters, group.gradients(), strict=True)):
+        for index, (parameter, grad) in enumerate(zip(group.parameters, self._gradients(group), strict=True)):
             if grad is not None:
                 grad = _dense(grad, group, index).contiguous()
                 grad = grad if factor == 1.0 else grad * factor
@@ -91,6 +93,12 @@ class Collector:
                 received[index] = True
             taken.append(grad)
         return taken
+
+    def _gradients(self, group: Group) -> list[torch.Tensor | None]:
+        found = group.gradients()
+        if self._copies is not None:
+            self._copies.note(group, found)
+        return found
 
     def _cuts_of(self, group: Group, target: torch.Tensor) -> _Cuts:
         """The views of a group's gradient buffer; made once, since the buffers do not move."""

@@ -21,6 +21,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Peers
 from zeroshard.engine.core.collect import Collector
+from zeroshard.engine.core.copied_gradients import CopiedGradients, has_copies
 from zeroshard.engine.core.inspection import refuse_leftover
 from zeroshard.engine.core.leg_actions import LegActions
 from zeroshard.engine.core.leg_context import Action, BackwardArgs
@@ -88,6 +89,8 @@ class Gradients:
         """How many times all gradients were dropped, so that callers can tell gradients before and after apart."""
         self._kept_consumed = False
         self._received = [[[False] * len(group.parameters) for group in unit.trainable] for unit in storage.units]
+        self.copies = CopiedGradients() if has_copies(plan.mesh) else None
+        """Compares gradients of parameters that all ranks of `tp` have whole; None without such an axis."""
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
@@ -95,7 +98,7 @@ class Gradients:
         self._plan = plan
         self.squares.adopt(self._storage.units, accumulate=plan.policy.accumulate)
         self._sums = SumSlots(plan.sum_slots.of_unit)
-        self._collector = Collector(accumulate=plan.policy.accumulate, sums=self._sums)
+        self._collector = Collector(accumulate=plan.policy.accumulate, sums=self._sums, copies=self.copies)
         self._actions = LegActions(
             plan.reduce_slots.of_unit,
             self._collector,

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.engine.core.autograd import in_backward
+from zeroshard.engine.core.copied_gradients import CopiedGradients
 from zeroshard.engine.core.forward import Forward
 from zeroshard.engine.core.interrupted import is_nested_call
 from zeroshard.engine.core.module_hooks import Hook, OutsideHook, PassHook, WholeUnitHook, registrable
@@ -56,6 +57,8 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         leave = _of_pass(runtime, part, _leaving(runtime.forward.leave_part, part))
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
+    if runtime.gradients.copies is not None:
+        handles.append(model.register_forward_pre_hook(_noting(runtime.gradients.copies), with_kwargs=True))
     handles.append(model.register_forward_hook(_explain_failure(_has_several_dtypes(runtime)), always_call=True))
     for module in model.modules():
         if takes_hooks(module) and any(True for _ in reachable_parameters(module)):
@@ -72,6 +75,16 @@ def _of_unit(runtime: Runtime, function: Callable[..., None]) -> Callable[..., N
 
 def _of_pass(runtime: Runtime, number: int, function: Callable[..., None]) -> Callable[..., None]:
     return registrable(PassHook(function, runtime.forward, number))
+
+
+def _noting(copies: CopiedGradients) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    """Note the batches of training, outside of compiled code."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward():
+            copies.note_batch((args, kwargs))
+
+    return hook
 
 
 def _before_saving(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:

@@ -141,6 +141,7 @@ class DeviceStepper(StepperBase):
         if self._measured == runtime.gradients.collected:
             return
         runtime.finish_gradients()
+        self._compare_copies()
         self._record_groups()
         owned = [group for group in self._counted_groups() if not group.plan.grad_off_device]
         if self._norm_of is None:

@@ -21,6 +21,7 @@ from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.step.group_table import GroupTable
 from zeroshard.errors import NonFiniteError, UsageError
+from zeroshard.mesh import TENSOR
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.updates import StatefulUpdate
@@ -209,6 +210,13 @@ class StepperBase(ABC):
         """Add the hyper-parameters of the coming step to the log whose digest the ranks compare."""
         if self.handle.comm.control.size > 1:
             self.handle.comm.log.record_step(self.group_table())
+
+    def _compare_copies(self) -> None:
+        """In the first steps: raises UsageError where ranks of `tp` have other gradients of what all of them have."""
+        runtime, comm = self.handle.runtime, self.handle.comm
+        if runtime.gradients.copies is not None:
+            axis = comm.gathers[(TENSOR,)]
+            runtime.gradients.copies.compare(runtime.units, axis, comm.control, capturing=self.capturing)
 
     def group_table(self) -> str:
         """The hyper-parameters of the coming step as they stand in the log."""

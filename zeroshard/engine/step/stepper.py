@@ -61,6 +61,7 @@ class HostStepper(StepperBase):
         if handle.last is None or self._measured != collected:
             self._measured = collected
             handle.runtime.finish_gradients()
+            self._compare_copies()
             self._record_groups()
             handle.last = exchange(
                 handle.runtime,
