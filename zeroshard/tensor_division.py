@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zeroshard.errors import PlanError
+from zeroshard.first_values import take_first_values
 from zeroshard.mesh import TENSOR
 from zeroshard.model_plan import AUTOTP, SPECS, check_heads, expanded, own_plan
 from zeroshard.sharding.dtensors import ranks_of_axis
@@ -69,9 +70,10 @@ def divide_by_plan(
     layers = {} if partition is None else layers_of(model, partition, ranks, all_of_it=not staged)
     styles = {} if plan is None else _styles_of(model, plan)
     _refuse_hooks(model, [*layers, *styles])
+    mesh = init_device_mesh(device_type, (world // ranks, ranks), mesh_dim_names=("dp_shard", "tp"))
+    take_first_values([*model.parameters(), *model.buffers()], mesh["tp"].get_group(), torch.device(device_type))
     seen = [] if staged else see_whole(model, layers)
     before = dict(model.named_parameters(remove_duplicate=False))
-    mesh = init_device_mesh(device_type, (world // ranks, ranks), mesh_dim_names=("dp_shard", "tp"))
     if plan is None or apply is None:
         _take_whole(model, layers)
         divide_layers(model, mesh["tp"], layers)

@@ -239,3 +239,25 @@ def _rightly_named(rank: int, world: int) -> None:
 
 def test_layers_that_can_be_divided_train_as_in_one_process() -> None:
     run_ranks(2, _rightly_named)
+
+
+def _drawn(rank: int) -> Any:
+    """A model whose values another rank draws in another way."""
+    model, generator = _model("Llama"), torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1, generator=generator)
+    return model
+
+
+def _without_a_seed(rank: int, world: int) -> None:
+    for named in ({}, _named(r".*\.(q|k|v|gate|up)_proj\.weight", r".*\.(o|down)_proj\.weight")):
+        engine, *_ = zeroshard.initialize(model=_drawn(rank), config={**CONFIG, **named})
+        found = zeroshard.full_state_dict(engine.module)  # empty on the other ranks
+        wanted = dict(_drawn(0).named_parameters())
+        assert rank or all(torch.equal(found[name], value) for name, value in wanted.items())
+        engine.destroy()
+
+
+def test_a_model_that_ranks_built_without_a_seed_is_rank_0s() -> None:
+    run_ranks(2, _without_a_seed)

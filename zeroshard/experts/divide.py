@@ -15,6 +15,7 @@ from zeroshard.errors import PlanError
 from zeroshard.experts.axes import neighbours_mesh
 from zeroshard.experts.fused import fused_experts, send_tokens
 from zeroshard.experts.stacked import StackedExperts
+from zeroshard.first_values import take_first_values
 from zeroshard.mesh import EXPERT, STAGES, Mesh, axis_name
 from zeroshard.sharding.dtensors import as_dtensor, axes_of_model
 from zeroshard.sharding.resting import is_resting
@@ -53,6 +54,8 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh | Mesh | None, device_type
     for path, module, experts in found:
         _check(path, module, experts, named.size((EXPERT,)))
     axis = _axis(whole)
+    values = (one for _, module, _ in found for one in module.parameters())
+    take_first_values(values, axis.get_group(), torch.device(device_type))
     replaced: dict[int, nn.Parameter] = {}
     for _, module, experts in fused:
         _replace(module, axis, replaced)
