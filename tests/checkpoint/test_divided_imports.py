@@ -269,6 +269,7 @@ def _with_info(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path
             r"'lm_head.weight': .* says \[\(2, 2\), \(2, 2\)\] of its weights' rows on each rank, .* have \[16, 16\]",
         ),
         ({"vocabulary_parameter_patterns": "lm_head.weight"}, r"is 'lm_head.weight', not a list"),
+        ({"parameter_to_average_patterns": ["[a-z]*[a-z]*[a-z]*$"] * 400_000}, r"patterns .* could run for hours"),
         ({"autotp_unsupported_parameter_patterns": ["a"]}, r"parts that DeepSpeed itself can't describe"),
     ],
 )

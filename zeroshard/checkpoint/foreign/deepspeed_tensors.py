@@ -12,6 +12,7 @@ each rank is compared when it is read. Rejected: finding the dim by comparing sh
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ _LOOKED_AT = 1024
 _LONGEST, _REPEATS = 300, 3
 _QUIET = re.compile(r"[^(){}|]*")
 """Without groups and counts, a pattern with few repetitions takes polynomial, not exponential time."""
+_MOST_TRIES = 10**11
+"""Of all patterns on all names at the worst: one or two minutes."""
 
 Info = Mapping[str, Any]
 """`universal_checkpoint_info`, of a checkpoint or of the user in its place."""
@@ -156,11 +159,24 @@ class _Cuts:
         size = info.get(_WORDS)
         if size is not None and (type(size) is not int or size < 1):
             raise CheckpointError(f"{common.path}: {_WORDS} in {INFO} is {str(size)[:80]!r}, not a number of words")
-        return _Cuts(
+        cuts = _Cuts(
             {kind: tuple(_pattern(text, common.path) for text in _list(info, kind, common.path)) for kind in _KINDS},
             tuple(one for told in _list(info, _SEVERAL, common.path) for one in _several(told, info, common.path)),
             size,
         )
+        cuts._check_tries([*common.trained, *common.frozen_shapes, *common.buffers], common.path)
+        return cuts
+
+    def _check_tries(self, names: Sequence[str], path: Path) -> None:
+        """Raise CheckpointError if the patterns could take hours on these names."""
+        patterns = [one for kind in self.patterns.values() for one in kind] + [one.pattern for one in self.several]
+        powers, lengths = Counter(_repeats(one.pattern) for one in patterns), Counter(map(len, names))
+        tries = sum(n * many * size ** max(1, power) for power, n in powers.items() for size, many in lengths.items())
+        if tries > _MOST_TRIES:
+            raise CheckpointError(
+                f"{path}: the {len(patterns)} patterns in {INFO} are refused: on {len(names)} names of up to "
+                f"{max(lengths)} characters they could run for hours"
+            )
 
     def has(self, kind: str, name: str) -> bool:
         return any(pattern.match(name) for pattern in self.patterns[kind])
@@ -193,12 +209,16 @@ def _pattern(text: Any, path: Path) -> re.Pattern[str]:
     if not isinstance(text, str):
         raise CheckpointError(f"{path}: a pattern in {INFO} is {str(text)[:80]!r}, no text")
     plain = len(text) <= _LONGEST and _QUIET.fullmatch(text)
-    if not plain or sum(text.count(sign) for sign in "*+?") > _REPEATS:
+    if not plain or _repeats(text) > _REPEATS:
         raise CheckpointError(f"{path}: the pattern {text[:80]!r} in {INFO} is refused: it could run long")
     try:
         return re.compile(text)
     except re.error as error:
         raise CheckpointError(f"{path} is damaged: the pattern {text!r} in {INFO}: {error}") from error
+
+
+def _repeats(text: str) -> int:
+    return sum(text.count(sign) for sign in "*+?")
 
 
 def _several(told: Any, info: Info, path: Path) -> list[_Several]:
