@@ -177,6 +177,11 @@ def _drop_one(model: nn.Module, _: ShardedOptimizer) -> None:
     _first(model).grad = None
 
 
+def _drop_one_in_between(model: nn.Module, _: ShardedOptimizer) -> None:
+    _first(model).grad = None
+    _backward(model, 0)
+
+
 def _hyper(key: str, value: object) -> Callable[[nn.Module, ShardedOptimizer], None]:
     def do(_: nn.Module, optimizer: ShardedOptimizer) -> None:
         optimizer.param_groups[0][key] = value
@@ -192,6 +197,7 @@ BREAKS = {
     "another shape": Break(_resize, "has another shape than|values of parameter"),
     "another dtype": Break(_double, "is torch.float64 now|values of parameter"),
     "one gradient dropped": Break(_drop_one, "had its gradient taken away"),
+    "one gradient dropped, and a backward after it": Break(_drop_one_in_between, "had its gradient taken away"),
     "a parameter added": Break(_replace, "was added or replaced"),
     "a group dropped": Break(lambda _, optimizer: optimizer.param_groups.clear(), "param_groups hold other parameters"),
     "a learning rate of NaN": Break(_hyper("lr", float("nan")), "has lr nan"),
@@ -217,7 +223,8 @@ BREAKS = {
 def _breaks(rank: int, world: int, name: str) -> None:
     case = BREAKS[name]
     for stage in case.stages:
-        model, optimizer = shard_task(Task(Stack, square_loss), Setting(plan=stage))
+        plan = zeroshard.Recipe(zeroshard.STAGES[stage], policy=zeroshard.ExecutionPolicy(accumulate=True))
+        model, optimizer = shard_task(Task(Stack, square_loss), Setting(plan=plan))
         _backward(model, rank)
         optimizer.step()
         optimizer.zero_grad()

@@ -106,6 +106,27 @@ def test_gradients_that_are_dropped_in_another_way_are_not_told() -> None:
     run_ranks(2, _other_ways)
 
 
+def _zeros(rank: int, world: int) -> None:
+    for stage in range(4):
+        model, optimizer = _sharded(stage)
+
+        def train(*, backward: bool, model: nn.Module = model, optimizer: ShardedOptimizer = optimizer) -> None:
+            if backward:
+                model(X).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+        assert _warnings_of(partial(train, backward=True)) == []
+        assert _warnings_of(partial(train, backward=True)) == [], "all parameters got a gradient"
+        (told,) = _warnings_of(partial(train, backward=False))
+        assert "would update those that had one before by gradients of zero" in told
+        assert _warnings_of(partial(train, backward=False)) == [], "said once"
+
+
+def test_gradients_that_torch_would_take_for_zeros_are_told_of_once() -> None:
+    run_ranks(2, _zeros)
+
+
 def _read_after_the_step(rank: int, world: int) -> None:
     for stage in range(4):
         model, optimizer = _sharded(stage)

@@ -21,6 +21,11 @@ _CONSUMED = (
     "torch optimizer the gradients would still be there, and {would}; here {here}. Call optimizer.zero_grad() after "
     "step() if this is what is meant"
 )
+_ZEROS = (
+    "optimizer.zero_grad(set_to_none=False): gradients are dropped here, as with True, and parameters without a "
+    "gradient are not updated. A plain torch optimizer would update those that had one before by gradients of zero: "
+    "momentum and weight decay go on. Call zero_grad() for the same numbers in both"
+)
 
 
 class StepHandler(Protocol):
@@ -35,6 +40,9 @@ class StepHandler(Protocol):
 
     @property
     def overflowed(self) -> bool: ...
+
+    @property
+    def leaves_out(self) -> bool: ...
 
     @property
     def kept_consumed(self) -> bool: ...
@@ -99,7 +107,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._handler = handler
         self._client = client
         self._sealed = False
-        self._warned = False
+        self._warned = self._warned_of_zeros = False
+        self._zeroed = False
         self.name = name
         self.returns_groups = False
         """Whether state_dict() returns hyper-parameters without state, instead of an error; loading is always one."""
@@ -125,6 +134,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.check_groups()
         if not self._warned and self._handler.kept_consumed:
             self._warn_of_consumed()
+        if self._zeroed and not self._warned_of_zeros and self._handler.leaves_out:
+            self._warned_of_zeros = True
+            warnings.warn(_ZEROS, ZeroShardWarning, stacklevel=2)
         consumes = self._handler.has_gradients
         try:
             self._handler.step(self)
@@ -140,7 +152,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all backwards since the last step."""
+        """Drop the gradients of all backwards since the last step; with False, too, they are None, and not zeros."""
+        self._zeroed = not set_to_none
         self._handler.zero_grad()
 
     def _warn_of_consumed(self) -> None:

@@ -217,11 +217,12 @@ class Gradients:
     def discard_leftovers(self) -> None:
         """Before a backward: remove `parameter.grad`, so that autograd sets new gradients without adding."""
         self._kept_consumed = self.kept_consumed
+        present = self.present
         with unguarded():
             for unit in self._storage.units:
                 for group in unit.trainable:
                     for index, parameter in enumerate(group.parameters):
-                        refuse_leftover(group, index, parameter)
+                        refuse_leftover(group, index, parameter, present=present)
                         parameter.grad = None
 
     def leave_consumed(self) -> None:

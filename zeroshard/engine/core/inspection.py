@@ -66,7 +66,7 @@ _UNCOLLECTED = (
     "of the model's forward (tensors, or tuples, lists, mappings, objects of them)"
 )
 _TAKEN = (
-    "had its gradient taken away between backward and step, but the engine still holds it; drop all with zero_grad(), "
+    "had its gradient taken away since its backward, but the engine still holds it; drop all with zero_grad(), "
     "or leave a parameter out with requires_grad_(False) before the forward"
 )
 _EARLY = (
@@ -200,9 +200,20 @@ def refuse_written(unit: Unit, number: int) -> NoReturn:
     raise AssertionError(f"unit {unit.label!r} has no parameter of number {number}")
 
 
-def refuse_leftover(group: Group, index: int, parameter: nn.Parameter) -> None:
-    """Raises UsageError for a gradient that came before the engine noticed the backward: it would be lost."""
-    if parameter.grad is not None and not isinstance(parameter.grad, ShardedGradient):
+def refuse_leftover(group: Group, index: int, parameter: nn.Parameter, *, present: bool) -> None:
+    """Before a backward, look at what the one before it has left on a parameter.
+
+    Args:
+        present: the engine holds gradients, of earlier micro-batches.
+
+    Raises:
+        UsageError: a gradient came before the engine noticed the backward, so it would be lost; or the script has
+            dropped the gradient of this parameter alone, which the engine still holds.
+    """
+    gradient = parameter.grad
+    if gradient is None and present:
+        _refuse(group, index, _TAKEN)
+    if gradient is not None and not isinstance(gradient, ShardedGradient):
         parameter.grad = None
         _refuse(group, index, _EARLY)
 

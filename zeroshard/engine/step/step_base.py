@@ -136,6 +136,12 @@ class StepperBase(ABC):
         return self.handle.runtime.gradients.present
 
     @property
+    def leaves_out(self) -> bool:
+        """Whether trained parameters got no gradient since the last step: some on this rank, or all of them."""
+        gradients = self.handle.runtime.gradients
+        return not gradients.present or any(gradients.missing_counts())
+
+    @property
     def kept_consumed(self) -> bool:
         """Whether the script has kept, as far as it knows, the gradients that the last step consumed."""
         return self.handle.runtime.gradients.kept_consumed
