@@ -210,6 +210,14 @@ BREAKS = {
     "maximize": Break(_hyper("maximize", True), "maximize was switched on"),
     "state_dict of the optimizer": Break(lambda _, optimizer: optimizer.state_dict(), "save_checkpoint"),
     "load_state_dict of the optimizer": Break(lambda _, optimizer: optimizer.load_state_dict({}), "load_checkpoint"),
+    "state cleared": Break(lambda _, optimizer: optimizer.state.clear(), "no step would see it"),
+    "state replaced": Break(lambda _, optimizer: setattr(optimizer, "state", {}), "no step would see it"),
+    "the state of a parameter taken out": Break(
+        lambda model, optimizer: optimizer.state.pop(_first(model), None), "no step would see it"
+    ),
+    "a moment replaced": Break(
+        lambda model, optimizer: optimizer.state[_first(model)].update(exp_avg=torch.zeros(3)), "no step would see it"
+    ),
     "state_dict": Break(lambda model, _: model.state_dict(), "full_state_dict", (3,)),
     "load_state_dict": Break(lambda model, _: model.load_state_dict({}, strict=False), "GatheredParameters", (3,)),
     "a copy": Break(lambda model, _: copy.deepcopy(model), "can't be copied"),

@@ -54,7 +54,23 @@ class StepHandler(Protocol):
     def updates_of(self, parameter: torch.Tensor) -> float | None: ...
 
 
-class _EmptyStates(dict[Any, "_EmptyState"]):
+def _refuse_write(*_: object, **__: object) -> NoReturn:
+    """In place of what would change a dict in which the optimizer never looks."""
+    raise UsageError(
+        "optimizer.state was to be changed: the state is flat and sharded and not in here, so no step would see it. "
+        "zeroshard.safe_set_full_optimizer_state(parameter, value, name), called on all ranks, sets a moment; to begin "
+        "anew, close the model (engine.destroy(), zeroshard.close(model)) and shard it with a new optimizer"
+    )
+
+
+class _ReadOnly(dict[Any, Any]):
+    """A dict that only its own class fills."""
+
+    __setitem__ = __delitem__ = __ior__ = _refuse_write
+    clear = pop = popitem = setdefault = update = _refuse_write
+
+
+class _EmptyStates(_ReadOnly):
     """`optimizer.state`: an entry for any parameter that is asked for."""
 
     def __init__(self, handler: StepHandler) -> None:
@@ -62,11 +78,12 @@ class _EmptyStates(dict[Any, "_EmptyState"]):
         self._handler = handler
 
     def __missing__(self, parameter: Any) -> _EmptyState:
-        made = self[parameter] = _EmptyState(self._handler, parameter)
+        made = _EmptyState(self._handler, parameter)
+        dict.__setitem__(self, parameter, made)
         return made
 
 
-class _EmptyState(dict[str, Any]):
+class _EmptyState(_ReadOnly):
     """`optimizer.state[parameter]`: empty, except for `step`, the number of the parameter's updates.
 
     Reading another state by name raises UsageError, which says where it is.
@@ -112,14 +129,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.name = name
         self.returns_groups = False
         """Whether state_dict() returns hyper-parameters without state, instead of an error; loading is always one."""
+        self._states = _EmptyStates(handler)
         super().__init__(groups, dict(defaults))
-        self.state = _EmptyStates(handler)  # pyright: ignore[reportAttributeAccessIssue]
         self._sealed = True
         self._members = [list(group["params"]) for group in self.param_groups]
         self._options = [GroupOptions(group) for group in self.param_groups]
         if client is not None:  # hooks of the client, registered before or later, run at these steps
             self._optimizer_step_pre_hooks = client._optimizer_step_pre_hooks  # pyright: ignore[reportAttributeAccessIssue]
             self._optimizer_step_post_hooks = client._optimizer_step_post_hooks  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of each parameter, `step`; another state is read and set by functions (see `_EmptyState`)."""
+        return self._states
+
+    @state.setter
+    def state(self, value: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._sealed:
+            _refuse_write()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update with the gradients of the backwards since the last step.
