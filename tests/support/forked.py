@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import IO, Any
 
 _ROOT = Path(__file__).resolve().parents[2]
+_WIDTH = 16
+"""Bytes of an answer of the server."""
 
 
 class Program:
@@ -40,11 +42,11 @@ class Program:
     def _answer(self, seconds: float | None) -> str:
         self._connection.settimeout(seconds)
         try:
-            answer = self._connection.recv(64).decode()
+            answer = self._connection.recv(_WIDTH, socket.MSG_WAITALL)  # number and status may both be there already
         except TimeoutError:
             raise subprocess.TimeoutExpired("program", seconds or 0) from None
-        assert answer, "the server has died"
-        return answer
+        assert len(answer) == _WIDTH, "the server has died"
+        return answer.decode()
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
@@ -143,7 +145,7 @@ def _serve(descriptor: int) -> None:
                         return
                     connection = socket.socket(fileno=descriptors[0])
                     pid = _fork(connection)
-                    connection.sendall(str(pid).encode())
+                    connection.sendall(_told(pid))
                     selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
                 else:
                     pid, connection = key.data
@@ -151,8 +153,12 @@ def _serve(descriptor: int) -> None:
                     os.close(key.fd)
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                     with suppress(OSError):  # nobody asks any more
-                        connection.sendall(str(code).encode())
+                        connection.sendall(_told(code))
                     connection.close()
+
+
+def _told(number: int) -> bytes:
+    return str(number).rjust(_WIDTH).encode()
 
 
 def _fork(connection: socket.socket) -> int:
